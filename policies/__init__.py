@@ -1,0 +1,1 @@
+"""Decisions of Tidegate: pure functions and state machines, values in, decisions with reasons out."""

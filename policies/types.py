@@ -1,0 +1,321 @@
+"""Frozen values that cross the boundaries between gateways, replicas and the controller.
+
+Conventions, everywhere in the project:
+
+* ``None`` means "unknown" or "no opinion"; 0 means zero.
+* Units come last in a name (``ttft_ms``, ``kv_tokens``). Time is one integer ``now_ns`` of the *receiver's* monotonic
+  clock: a value that crosses a process carries a sequence number, never a timestamp to be compared with another clock.
+  Whoever receives it notes its own ``received_ns`` (see :class:`Sampled`), and age is the difference of two readings of
+  one clock.
+* Token counts made before an engine has tokenised a prompt are estimates; names say so only where both exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeAlias, TypeVar
+
+ReplicaId: TypeAlias = str
+"""Serve's unique replica id (``ReplicaID.unique_id``)."""
+
+BlockHash: TypeAlias = int
+"""Unsigned 64-bit hash of one prompt block and of everything before it (a chain), salted by model and tenant."""
+
+T = TypeVar("T")
+
+LATENCY_BOUNDS_MS: tuple[float, ...] = (
+    1, 2, 5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 200, 300, 400, 500, 750, 1_000, 1_500, 2_000, 3_000, 4_000, 5_000,
+    7_500, 10_000, 15_000, 20_000, 30_000, 60_000, 120_000, 300_000, 600_000,
+)  # fmt: skip
+"""Upper bounds in ms of every latency histogram of the project, from one token gap to ten minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled(Generic[T]):
+    """A value with the receiver's time of receipt, so that its age is known wherever it is used."""
+
+    value: T
+    received_ns: int
+
+    def age_ms(self, now_ns: int) -> float:
+        """Age in ms at ``now_ns`` of the same clock."""
+        return (now_ns - self.received_ns) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a decision came out as it did: a stable ``code`` for counting, a ``text`` for people."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts per bucket of :data:`LATENCY_BOUNDS_MS` (one more for everything above) and the sum of the values."""
+
+    counts: tuple[int, ...] = (0,) * (len(LATENCY_BOUNDS_MS) + 1)
+    sum_ms: float = 0.0
+
+    @property
+    def count(self) -> int:
+        """Number of values recorded."""
+        return sum(self.counts)
+
+    def plus(self, other: Histogram) -> Histogram:
+        """Sum of two histograms."""
+        return Histogram(
+            tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)), self.sum_ms + other.sum_ms
+        )
+
+    def quantile_ms(self, q: float) -> float | None:
+        """Quantile ``q`` in [0, 1] by linear interpolation inside its bucket, in ms; ``None`` when empty."""
+        total = self.count
+        if total == 0:
+            return None
+        rank, seen = q * total, 0
+        for i, n in enumerate(self.counts):
+            if n and seen + n >= rank:
+                low = LATENCY_BOUNDS_MS[i - 1] if i else 0.0
+                high = LATENCY_BOUNDS_MS[i] if i < len(LATENCY_BOUNDS_MS) else LATENCY_BOUNDS_MS[-1]
+                return low + (high - low) * max(0.0, min(1.0, (rank - seen) / n))
+            seen += n
+        return LATENCY_BOUNDS_MS[-1]
+
+    def mean_ms(self) -> float | None:
+        """Mean in ms; ``None`` when empty."""
+        n = self.count
+        return self.sum_ms / n if n else None
+
+    def share_within(self, limit_ms: float) -> float | None:
+        """Share of values in buckets whose upper bound is at most ``limit_ms``; ``None`` when empty."""
+        total = self.count
+        if total == 0:
+            return None
+        return sum(n for n, bound in zip(self.counts, LATENCY_BOUNDS_MS, strict=False) if bound <= limit_ms) / total
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What policies know of one request: sizes and identity, never its text."""
+
+    request_id: str
+    """The server's own id; the client's id never leaves the logs."""
+    model: str
+    endpoint: str
+    """Path as routed, e.g. ``/v1/chat/completions``."""
+    tenant: str
+    prompt_tokens: int
+    """Estimated from bytes until an engine reports the true count."""
+    output_tokens_max: int | None
+    blocks: tuple[BlockHash, ...]
+    """Chain hashes of the prompt's full blocks, first block first."""
+    block_tokens: int
+    """Estimated tokens in one block."""
+    stream: bool
+    arrival_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCoefficients:
+    """``step_ms = a_ms + b_ms*running + c_ms*kv_tokens/1000 + d_ms*prefill_tokens``.
+
+    Source of the law: linear fits of public vLLM step logs (H100, 1.6-2.6 % mean error on decode steps).
+    """
+
+    a_ms: float
+    b_ms: float
+    c_ms: float
+    d_ms: float
+    samples: int = 0
+    """Steps learned from; 0 for a configured prior."""
+    error_share: float | None = None
+    """Smoothed mean absolute relative error of the last predictions, 0.02 is 2 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """Engine settings that change between two steps. ``None``: no opinion, the engine keeps its start-up value."""
+
+    running_seqs_max: int | None = None
+    step_tokens_max: int | None = None
+    speculative_depth: int | None = None
+
+
+class ReplicaState(StrEnum):
+    """Life of a replica as it tells it itself."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STUCK = "stuck"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """One replica's signals for one window, pushed to the controller; a subset travels to the routers."""
+
+    replica_id: ReplicaId
+    model: str
+    seq: int
+    """Grows by one with each report of this replica's life."""
+    window_ms: float
+    state: ReplicaState
+    running: int
+    waiting: int
+    http_inflight: int
+    """Requests open at the replica's HTTP port."""
+    kv_tokens_used: int
+    kv_tokens_max: int
+    prefill_tokens: int
+    """Prompt tokens computed in the window (cached ones not counted)."""
+    decode_tokens: int
+    prefix_query_tokens: int
+    """Prompt tokens looked up in the prefix cache in the window."""
+    prefix_hit_tokens: int
+    preemptions: int
+    steps: int
+    busy_share: float | None
+    """Share of the window the engine spent inside steps."""
+    gpu_utilisation_share: float | None
+    """NVML's SM utilisation; ``None`` where there is no NVIDIA device. Never filled from ``busy_share``."""
+    itl: Histogram
+    """Durations of steps that decoded, one count per decoded sequence: the gap every stream saw."""
+    step_model: StepCoefficients | None
+    knobs: Knobs
+    """In force now."""
+    running_seqs_hard: int
+    """Start-up ``max_num_seqs``: buffers are sized for it, no knob goes above."""
+    step_tokens_hard: int
+    """Start-up ``max_num_batched_tokens``, likewise."""
+    finished: int
+    aborted: int
+    cold_start_ms: float | None
+    """Measured from the actor's start to readiness."""
+    plan_seq: int | None = None
+    """Sequence number of the plan in force; ``None`` before the first and after a plan grew too old."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayReport:
+    """One gateway's signals for one window, pushed to the controller."""
+
+    gateway_id: str
+    model: str
+    seq: int
+    window_ms: float
+    ttft: Histogram
+    itl: Histogram
+    e2e: Histogram
+    arrivals: int
+    succeeded: int
+    failed: Mapping[str, int]
+    """Ended without success, by reason code."""
+    prompt_tokens: int
+    output_tokens: int
+    inflight: int
+    queued: int
+    routed: Mapping[ReplicaId, int]
+    """Requests dispatched in the window, by replica."""
+    predicted_prompt_tokens: Mapping[ReplicaId, int]
+    predicted_hit_tokens: Mapping[ReplicaId, int]
+    """Prompt tokens the router believed cached at dispatch, by replica."""
+    ttft_error_ms: Histogram
+    """Absolute error of the router's TTFT prediction."""
+    plan_seq: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """What Serve says of the engine deployment, reported by the autoscaling policy that Serve calls."""
+
+    replicas_running: int
+    replicas_target: int
+    replicas_min: int
+    replicas_max: int
+
+
+class Mode(StrEnum):
+    """``shadow`` decides and writes down but changes nothing."""
+
+    ACT = "act"
+    SHADOW = "shadow"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All knobs of one tick. Everyone acts on the last plan received until it is ``ttl_ms`` old, then on a local rule."""
+
+    epoch: str
+    """Identifies one life of the controller; ``seq`` starts again at 1 with each."""
+    seq: int
+    ttl_ms: float
+    mode: Mode
+    replicas_target: int | None = None
+    affinity_strength: float | None = None
+    """0 routes by load alone, 1 trusts predicted cache hits fully."""
+    knobs: Mapping[ReplicaId, Knobs] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One entry of the ledger."""
+
+    seq: int
+    tick: int
+    lever: str
+    """``replicas``, ``batch`` or ``affinity``."""
+    target: str
+    """Replica id or model name the decision is about."""
+    before: Mapping[str, float | int | None]
+    after: Mapping[str, float | int | None]
+    acted: bool
+    """False in shadow mode."""
+    reason: Reason
+    inputs: Mapping[str, float | int | str | None]
+    predicted: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One candidate as the router sees it: Serve's membership, the replica's last sample and the gateway's own counts.
+
+    ``sample_*`` come from the replica and may be old or missing; ``local_*`` are this gateway's own, exact, counted at
+    dispatch on every path and given back by the flow that raised them.
+    """
+
+    replica_id: ReplicaId
+    local_requests: int
+    local_prefill_tokens: int
+    """Uncached prompt tokens dispatched and still without a first byte."""
+    local_decode_tokens: int
+    """Prompt plus output so far of streams that are past their first byte (estimate of KV held)."""
+    sample_age_ms: float | None = None
+    sample_running: int | None = None
+    sample_waiting: int | None = None
+    sample_prefill_backlog_tokens: int | None = None
+    """Prompt tokens the engine still has to compute, all gateways together."""
+    sample_kv_tokens_used: int | None = None
+    sample_kv_tokens_max: int | None = None
+    running_seqs_max: int | None = None
+    step_model: StepCoefficients | None = None
+    available: bool = True
+    """False when ejected, draining or stuck."""
+    unavailable_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteChoice:
+    """Ordered answer of the router: try ``tiers`` in order, any replica of a tier is as good as the next."""
+
+    tiers: tuple[tuple[ReplicaId, ...], ...]
+    reason: Reason
+    predicted_ttft_ms: Mapping[ReplicaId, float]
+    predicted_hit_tokens: Mapping[ReplicaId, int]
+
+    @property
+    def order(self) -> Sequence[ReplicaId]:
+        """All tiers flattened, best first."""
+        return [r for tier in self.tiers for r in tier]
