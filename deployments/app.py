@@ -1,0 +1,38 @@
+"""Composition root: the ``args`` of serve_config.yaml become one Serve application.
+
+``build`` is the import path of the application (``deployments.app:build``). It reads nothing but its argument: settings
+are checked first, so a wrong key stops the deployment before any process starts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve import Application
+
+from deployments.gateway import build_gateway_deployment
+from deployments.settings import Settings
+
+
+def build_engine(settings: Settings) -> Application:
+    """Return the bound ``Engine`` deployment that ``model.engine`` names.
+
+    Imports are inside: a machine without vLLM can run the emulated engine, and the other way round.
+    """
+    if settings.model.engine == "emulated":
+        from deployments.emulated_engine import build_emulated_deployment
+
+        return build_emulated_deployment(settings)
+    from deployments.engine import build_engine_deployment
+
+    return build_engine_deployment(settings)
+
+
+def build(args: dict[str, Any]) -> Application:
+    """Return the whole application: gateway (ingress), controller actor, engine replicas.
+
+    Raises:
+        SettingsError: a key is unknown, misplaced or out of range; the message has path, value and nearest valid key.
+    """
+    settings = Settings.load(args)
+    return build_gateway_deployment(settings, build_engine(settings))

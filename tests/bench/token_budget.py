@@ -1,0 +1,78 @@
+"""Longest token gap while a 900-token prompt joins 16 decoding streams: token budget adapted live, beside untuned.
+
+Two real engines in one run, one steered (``batching.enabled: true``), one left at its start-up budget. Rounds alternate
+between them, only one is loaded at a time. Bar: the longest gap of the tuned engine is at most a fifth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import aiohttp
+
+from tests.bench import harness as h
+
+ROUNDS = 3
+STREAMS = 16
+RATIO_MAX = 0.2
+
+
+def words(n: int, seed: int) -> str:
+    """Return ``n`` words (about one token each) that no earlier prompt shares."""
+    return " ".join(f"{('red', 'green', 'blue', 'cold', 'warm', 'old')[(i * 7 + seed * 3 + i * i) % 6]}" for i in range(n))
+
+
+async def one_round(session: aiohttp.ClientSession, url: str, seed: int) -> float:
+    """Return the longest gap in ms that any of the decoding streams saw while the long prompt joined."""
+    prompts = [[{"role": "user", "content": f"Story {seed}-{i}: {words(8, i)}"}] for i in range(STREAMS)]
+    streams = [asyncio.create_task(h.stream_chat(session, p, 96, url=url)) for p in prompts]
+    await asyncio.sleep(3.0)
+    long_prompt = [{"role": "user", "content": f"{seed} {words(900, seed)}"}]
+    joined = await h.stream_chat(session, long_prompt, 4, url=url)
+    results = await asyncio.gather(*streams)
+    failed = [r for r in [*results, joined] if r.failed]
+    if failed:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0].error}")
+    return max(max(r.gaps_ms) for r in results)
+
+
+async def budget_in_force(session: aiohttp.ClientSession, url: str) -> object:
+    """Return the token budget that the engine runs with, from the controller's state."""
+    state = await h.control_state(session, url)
+    return [r.get("knobs", {}).get("step_tokens_max") for r in state.get("replicas", {}).values()]
+
+
+async def main() -> int:
+    """Run all rounds, print the table, return the exit status."""
+    tuned, untuned = h.URL, f"{h.URL}/untuned"
+    gaps: dict[str, list[float]] = {tuned: [], untuned: []}
+    async with h.client_session() as session:
+        for url in gaps:
+            await one_round(session, url, seed=100)
+        await asyncio.sleep(5)
+        for i in range(ROUNDS):
+            for url in (tuned, untuned):
+                gaps[url].append(await one_round(session, url, seed=200 + i))
+        budgets = [await budget_in_force(session, url) for url in (tuned, untuned)]
+    medians = [h.median(gaps[url]) for url in (tuned, untuned)]
+    rows = [
+        ["token budget adapted live", budgets[0], *[round(g) for g in gaps[tuned]], medians[0]],
+        ["untuned (start-up budget)", budgets[1], *[round(g) for g in gaps[untuned]], medians[1]],
+    ]
+    h.table(
+        "Longest gap (ms) of 16 decoding streams while a 900-token prompt joins, real vLLM",
+        ["engine", "step_tokens_max", *[f"round {i + 1}" for i in range(ROUNDS)], "median"],
+        rows,
+    )
+    ratio = medians[0] / medians[1]
+    return 0 if h.verdict(ratio <= RATIO_MAX, f"tuned/untuned {ratio:.3f} (bar {RATIO_MAX})") else 1
+
+
+if __name__ == "__main__":
+    with h.ray_serve():
+        one = {"replicas_min": 1, "replicas_max": 1}
+        h.deploy(h.default_args(scaling=one, control={"mode": "act"}))
+        h.deploy(h.default_args(scaling=one, batching={"enabled": False}), name="untuned", route_prefix="/untuned")
+        status = asyncio.run(main())
+    sys.exit(status)
