@@ -47,6 +47,8 @@ class AdmissionConfig:
     inflight_requests_max: int = 1_000
     inflight_tokens_max: int = 4_000_000
     """Prompt plus maximal output tokens, summed over requests in flight."""
+    output_tokens_estimate: int = 256
+    """Stands for the maximal output tokens of a request whose client names none."""
     retry_after_s: float = 1.0
     """Told to refused clients."""
     no_replica_wait_ms: float = 30_000.0
@@ -55,6 +57,7 @@ class AdmissionConfig:
     def __post_init__(self) -> None:
         _need(self.inflight_requests_max >= 1, "inflight_requests_max", "must be at least 1")
         _need(self.inflight_tokens_max >= 1, "inflight_tokens_max", "must be at least 1")
+        _need(self.output_tokens_estimate >= 1, "output_tokens_estimate", "must be at least 1")
         _need(self.retry_after_s > 0, "retry_after_s", "must be above 0")
         _need(self.no_replica_wait_ms >= 0, "no_replica_wait_ms", "must not be negative")
 
@@ -68,12 +71,15 @@ class FaultsConfig:
     retry_share_max: float = 0.2
     """Extra attempts as a share of requests, over a sliding budget (token bucket)."""
     retry_burst: int = 10
-    """Extra attempts allowed before any request has paid into the budget."""
+    """Extra attempts allowed before any request has paid into the budget; the budget never holds more."""
+    draining_refusals_max: int = 16
+    """Draining replicas one request may meet. Their refusals cost neither an attempt nor budget, so they are counted."""
 
     def __post_init__(self) -> None:
         _need(self.attempts_max >= 1, "attempts_max", "must be at least 1")
         _need(0 <= self.retry_share_max <= 1, "retry_share_max", "must be in [0, 1]")
         _need(self.retry_burst >= 0, "retry_burst", "must not be negative")
+        _need(self.draining_refusals_max >= 1, "draining_refusals_max", "must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,11 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """Pass the replica's response on to the client as it is."""
+    """Pass the replica's response on to the client as it is.
+
+    The status line is held back until the first body byte (or the end of an empty body): engines send it long before
+    prefill is over, and a break in between can then still be sent elsewhere or answered with a true status.
+    """
 
 
 @dataclass(frozen=True, slots=True)
