@@ -155,9 +155,7 @@ _CONTROL_METRICS: tuple[Metric, ...] = (
     _control("control_ticks_total", _COUNTER, "Ticks of the control loop.", "result"),
     _control("control_tick_seconds", _HISTOGRAM, "Duration of one tick.", unit="seconds"),
     _control("control_plan_seq", _GAUGE, "Sequence number of the last plan of this controller's life."),
-    _control(
-        "control_decisions_total", _COUNTER, "Entries written to the ledger.", "lever", "reason", "acted"
-    ),
+    _control("control_decisions_total", _COUNTER, "Entries written to the ledger.", "lever", "reason", "acted"),
     _control("control_condition_active", _GAUGE, "1 while a named condition holds.", "condition"),
     _control("control_reporters", _GAUGE, "Replicas and gateways known from their reports.", "kind"),
     _control("control_signal_age_seconds", _GAUGE, "Age of the oldest last report.", "kind", unit="seconds"),
