@@ -1,0 +1,72 @@
+"""Decides whether one gateway takes one more request: bounded in requests and in tokens.
+
+    tokens(request) = prompt_tokens + (output_tokens_max or, when the client names none, output_tokens_estimate)
+    admitted        = requests < inflight_requests_max
+                      and (nothing in flight or tokens in flight + tokens(request) <= inflight_tokens_max)
+
+A request larger than ``inflight_tokens_max`` is admitted when it would be alone: otherwise it could never run, and one
+request cannot be refused for the load that others cause.
+
+What this must not do: queue, look at replicas, or give a share back by itself. The flow that was admitted releases.
+"""
+
+from __future__ import annotations
+
+from policies.config import AdmissionConfig
+from policies.types import Reason, Request
+
+
+class Admission:
+    """Counts what one gateway holds. Bounded: it never remembers more than ``inflight_requests_max`` requests."""
+
+    def __init__(self, config: AdmissionConfig) -> None:
+        self._config = config
+        self._tokens_of: dict[str, int] = {}
+        self._tokens = 0
+
+    @property
+    def requests(self) -> int:
+        """Requests admitted and not yet released."""
+        return len(self._tokens_of)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens admitted and not yet released, by the formula of this module."""
+        return self._tokens
+
+    def try_admit(self, request: Request) -> Reason | None:
+        """Take the request into account and return ``None``, or return the reason why it is refused.
+
+        :raises ValueError: the id is in flight already. Ids are the server's own, so this is a programming error.
+        """
+        if request.request_id in self._tokens_of:
+            raise ValueError(f"request {request.request_id} is admitted already")
+        tokens = request_tokens(self._config, request)
+        refusal = self._refusal(tokens)
+        if refusal is None:
+            self._tokens_of[request.request_id] = tokens
+            self._tokens += tokens
+        return refusal
+
+    def release(self, request_id: str) -> None:
+        """Give the request's share back. Unknown ids, and a second release, change nothing."""
+        self._tokens -= self._tokens_of.pop(request_id, 0)
+
+    def _refusal(self, tokens: int) -> Reason | None:
+        requests_max, tokens_max = self._config.inflight_requests_max, self._config.inflight_tokens_max
+        if self.requests >= requests_max:
+            return Reason("inflight_requests", f"{self.requests} requests are in flight, the limit is {requests_max}")
+        if self.requests and self._tokens + tokens > tokens_max:
+            return Reason(
+                "inflight_tokens",
+                f"{self._tokens} tokens are in flight and this request needs {tokens}, the limit is {tokens_max}",
+            )
+        return None
+
+
+def request_tokens(config: AdmissionConfig, request: Request) -> int:
+    """Tokens one request may come to: prompt plus the client's output limit, or the configured estimate without one."""
+    output_tokens = request.output_tokens_max
+    if output_tokens is None:
+        output_tokens = config.output_tokens_estimate
+    return request.prompt_tokens + output_tokens

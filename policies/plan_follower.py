@@ -1,0 +1,39 @@
+"""Decides which plan a gateway or a replica acts on: the last one received, while it is young enough.
+
+    age_ms(now)  = time since the plan in force was first received, on the receiver's own clock
+    current(now) = that plan while age_ms <= plan.ttl_ms, else None: the follower falls back to its local safe rule
+
+Within one epoch (one life of the controller) only a higher ``seq`` replaces the plan in force. The same plan received
+again does not grow younger: a controller that answers but no longer ticks is as good as none. Another epoch always
+replaces, whatever its ``seq``: a restarted controller counts from 1 again.
+
+What this must not do: compare clocks of two processes, or decide what the local safe rule is.
+"""
+
+from __future__ import annotations
+
+from policies.types import Plan, Sampled
+
+
+class PlanFollower:
+    """Holds at most one plan."""
+
+    def __init__(self) -> None:
+        self._last: Sampled[Plan] | None = None
+
+    def receive(self, plan: Plan, now_ns: int) -> bool:
+        """Take a plan from the controller; ``True`` when it is now the one in force."""
+        if self._last is not None and plan.epoch == self._last.value.epoch and plan.seq <= self._last.value.seq:
+            return False
+        self._last = Sampled(plan, now_ns)
+        return True
+
+    def current(self, now_ns: int) -> Plan | None:
+        """The plan to act on; ``None`` before the first and once the last is older than its ``ttl_ms``."""
+        if self._last is None or self._last.age_ms(now_ns) > self._last.value.ttl_ms:
+            return None
+        return self._last.value
+
+    def age_ms(self, now_ns: int) -> float | None:
+        """Age in ms of the last plan received, in force or not; ``None`` before the first."""
+        return None if self._last is None else self._last.age_ms(now_ns)
