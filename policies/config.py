@@ -73,7 +73,7 @@ class FaultsConfig:
     retry_burst: int = 10
     """Extra attempts allowed before any request has paid into the budget; the budget never holds more."""
     draining_refusals_max: int = 16
-    """Draining replicas one request may meet. Their refusals cost neither an attempt nor budget, so they are counted."""
+    """Draining replicas one request may meet; their refusals cost neither an attempt nor budget."""
 
     def __post_init__(self) -> None:
         _need(self.attempts_max >= 1, "attempts_max", "must be at least 1")

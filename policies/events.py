@@ -98,7 +98,15 @@ class WaitedOut:
 
 
 Event: TypeAlias = (
-    Arrived | Routed | ReplicaRefused | ResponseStarted | FirstByte | ResponseEnded | UpstreamFailed | ClientGone | WaitedOut
+    Arrived
+    | Routed
+    | ReplicaRefused
+    | ResponseStarted
+    | FirstByte
+    | ResponseEnded
+    | UpstreamFailed
+    | ClientGone
+    | WaitedOut
 )
 
 

@@ -111,7 +111,7 @@ class RequestFlow:
         self._ctx = ctx
         self._state = State.NEW
         self._status: int | None = None
-        self._excluded: set[ReplicaId] = set()
+        self._tried: set[ReplicaId] = set()
         self._broken_replicas = 0
         self._draining_refusals = 0
         self._next_dispatch_pays = False
@@ -165,7 +165,7 @@ class RequestFlow:
         return self._route()
 
     def _on_routed(self, choice: RouteChoice, now_ns: int) -> list[Effect]:
-        replica_id = next((r for r in choice.order if r not in self._excluded), None)
+        replica_id = next((r for r in choice.order if r not in self._tried), None)
         if replica_id is None:
             return self._on_nobody(now_ns)
         waited = self._state is State.WAITING
@@ -182,7 +182,7 @@ class RequestFlow:
         if left_ms <= 0:
             return self._no_capacity()
         self._state = State.WAITING
-        return [WaitForReplica(left_ms, frozenset(self._excluded))]
+        return [WaitForReplica(left_ms, frozenset(self._tried))]
 
     def _on_refused(self, kind: RefusalKind) -> list[Effect]:
         self._leave_replica()
@@ -251,7 +251,7 @@ class RequestFlow:
 
     def _route(self) -> list[Effect]:
         self._state = State.ROUTING
-        return [Route(frozenset(self._excluded))]
+        return [Route(frozenset(self._tried))]
 
     def _dispatch(self, choice: RouteChoice, replica_id: ReplicaId) -> list[Effect]:
         request = self.request
@@ -260,17 +260,15 @@ class RequestFlow:
         self._ctx.book.dispatched(replica_id, request.request_id, uncached_tokens, request.prompt_tokens)
         self._ctx.router.dispatched(request, replica_id)
         self._state = State.SENT
-        self._status = None
+        self._tried.add(replica_id)
         self._next_dispatch_pays = False
         self.attempts += 1
         self.replica_id, self.choice = replica_id, choice
         return [Dispatch(replica_id)]
 
     def _leave_replica(self) -> None:
-        """Give back the load of the attempt that failed and never choose its replica again."""
-        assert self.replica_id is not None
+        """Give back the load of the attempt that failed."""
         self._ctx.book.released(self.request.request_id)
-        self._excluded.add(self.replica_id)
         self._status = None
 
     # --- the ends -----------------------------------------------------------------------------------------------------
@@ -300,7 +298,7 @@ class RequestFlow:
         return [error, self._finish(Outcome.FAILED, "stream_broken", why)]
 
     def _error(self, status: int, code: str, reason_code: str, why: str, retry_after_s: float | None) -> list[Effect]:
-        """Error to a client that has seen no byte yet, and the end. ``code`` is for it, ``reason_code`` for counting."""
+        """An error for a client that has seen no byte yet, and the end. ``reason_code`` is for counting."""
         message = f"The request could not be served: {why}."
         error = SendError(status, "server_error", code, message, retry_after_s)
         return [error, self._finish(Outcome.FAILED, reason_code, why)]
