@@ -62,19 +62,19 @@ class SettingsError(ValueError):
         return type(self), (self.problems,)
 
 
-def key_paths(model: type) -> set[str]:
+def key_paths(model: Any) -> set[str]:
     """Return the dotted paths of all keys below ``model``, sections included."""
     return set(_paths(model, ""))
 
 
-def _paths(model: type, prefix: str) -> Iterator[str]:
+def _paths(model: Any, prefix: str) -> Iterator[str]:
     for name, kind in _fields(model):
         path = f"{prefix}{name}"
         yield path
         yield from _paths(kind, f"{path}.")
 
 
-def _fields(model: type) -> Iterator[tuple[str, Any]]:
+def _fields(model: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(model, type) and issubclass(model, BaseModel):
         for name, field in model.model_fields.items():
             yield name, field.annotation
