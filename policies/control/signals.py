@@ -1,0 +1,414 @@
+"""Sense, the pure half: what reporters said, how old it is, and the fleet's totals over what is fresh.
+
+A reporter is *fresh* while its last report is at most ``report_age_ms_max`` old. Each reporter's reports of the last
+:data:`WINDOW_MS` (at most :data:`WINDOW_REPORTS_MAX`) are kept, and rates are counts over the windows they cover::
+
+    rate = sum over fresh reporters of (sum of counts / sum of window_ms)
+
+A lost report therefore makes a rate older, not lower. Three words for ignorance, all used by the decisions:
+
+* *blind*: no gateway and no replica is fresh;
+* *unknown replicas*: Serve runs more than report, or (where Serve's own word is missing) known ones fell silent;
+* ``None`` in place of :class:`Traffic` or :class:`Work`: no gateway, or no replica, is fresh.
+
+This module decides nothing. It must not read a clock: the receiver passes its own ``now_ns``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from policies.config import ControlConfig
+from policies.types import (
+    LATENCY_BOUNDS_MS,
+    FleetView,
+    GatewayReport,
+    Histogram,
+    ReplicaId,
+    ReplicaReport,
+    ReplicaState,
+    Sampled,
+)
+
+WINDOW_MS = 12_000.0
+"""Reports older than this do not count into rates and histograms."""
+
+WINDOW_REPORTS_MAX = 32
+"""Reports kept of one reporter."""
+
+REPLICAS_MAX = 2_048
+"""Replicas whose reports are kept; one more is refused unless a silent one can make room."""
+
+GATEWAYS_MAX = 256
+"""Gateways whose reports are kept, likewise."""
+
+
+class _Report(Protocol):
+    @property
+    def seq(self) -> int: ...
+    @property
+    def window_ms(self) -> float: ...
+
+
+R = TypeVar("R", bound=_Report)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSignals:
+    """One replica: its last report, its age, and what its window of reports adds up to."""
+
+    latest: ReplicaReport
+    age_ms: float
+    fresh: bool
+    window: tuple[Sampled[ReplicaReport], ...]
+    """Oldest first; empty when the last report is older than the window."""
+    window_ms: float
+    """Time covered by the window's reports."""
+    prefill_tps: float
+    """Prompt tokens computed per second."""
+    decode_tps: float
+    """Tokens decoded per second."""
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    steps: int
+    busy_share: float | None
+    itl: Histogram
+
+    @property
+    def replica_id(self) -> ReplicaId:
+        """Serve's unique id."""
+        return self.latest.replica_id
+
+    @property
+    def serving(self) -> bool:
+        """Fresh and in the state that takes requests."""
+        return self.fresh and self.latest.state is ReplicaState.READY
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What the fresh gateways saw, summed."""
+
+    arrivals_ps: float
+    """Requests per second."""
+    prompt_tps: float
+    """Prompt tokens per second as gateways estimate them, cached ones included."""
+    output_tps: float
+    succeeded_ps: float
+    failed_ps: float
+    inflight: int
+    queued: int
+    """Requests that wait in gateways for a replica."""
+    predicted_prompt_tokens: int
+    predicted_hit_tokens: int
+    """Of the window's dispatched prompt tokens, those the routers believed cached."""
+    ttft: Histogram
+    itl: Histogram
+    e2e: Histogram
+    ttft_error: Histogram
+
+    @property
+    def predicted_hit_share(self) -> float | None:
+        """Share of prompt tokens the routers believed cached; ``None`` without any."""
+        return self.predicted_hit_tokens / self.predicted_prompt_tokens if self.predicted_prompt_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the fresh replicas did and hold, summed."""
+
+    running: int
+    waiting: int
+    http_inflight: int
+    prefill_tps: float
+    decode_tps: float
+    kv_tokens_used: int
+    kv_tokens_max: int
+    kv_share_max: float | None
+    """Fullest replica's share of its KV cache."""
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    itl: Histogram
+    busy_share: float | None
+    """Mean over the fresh replicas that said."""
+    gpu_utilisation_share: float | None
+    """Mean over the fresh replicas with a GPU; never filled from the busy share."""
+
+    @property
+    def kv_share(self) -> float | None:
+        """Share of all KV cache in use; ``None`` where no replica has told its size."""
+        return self.kv_tokens_used / self.kv_tokens_max if self.kv_tokens_max else None
+
+    @property
+    def prefix_hit_share(self) -> float | None:
+        """Share of looked-up prompt tokens found in prefix caches; ``None`` without any."""
+        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """Everything one tick knows."""
+
+    now_ns: int
+    model: str
+    replicas: tuple[ReplicaSignals, ...]
+    """Every known replica, sorted by id, the silent ones included."""
+    gateways_known: int
+    gateways_fresh: int
+    traffic: Traffic | None
+    work: Work | None
+    fleet: FleetView | None
+    """Serve's word; ``None`` when there is none or it is too old."""
+    unknown_replicas: int
+    """Replicas that run, as far as is known, and say nothing."""
+
+    @property
+    def blind(self) -> bool:
+        """Nothing fresh at all: hold."""
+        return self.traffic is None and self.work is None
+
+    @property
+    def fresh(self) -> tuple[ReplicaSignals, ...]:
+        """Replicas with a fresh report."""
+        return tuple(r for r in self.replicas if r.fresh)
+
+    @property
+    def serving(self) -> tuple[ReplicaSignals, ...]:
+        """Fresh replicas that take requests."""
+        return tuple(r for r in self.replicas if r.serving)
+
+    @property
+    def queue(self) -> int | None:
+        """Requests that wait, in engines and gateways together; ``None`` when blind."""
+        if self.blind:
+            return None
+        return (self.work.waiting if self.work else 0) + (self.traffic.queued if self.traffic else 0)
+
+
+class _Reporter(Generic[R]):
+    """Window of one reporter's reports, newest last."""
+
+    def __init__(self, first: Sampled[R]) -> None:
+        self._window: deque[Sampled[R]] = deque([first], maxlen=WINDOW_REPORTS_MAX)
+        self.last = first
+
+    def add(self, report: R, now_ns: int, silent_after_ms: float) -> bool:
+        """Keep ``report`` unless it is a duplicate or older than the last one.
+
+        A lower sequence number after a silence is a new life of the same name and starts afresh.
+        """
+        if report.seq <= self.last.value.seq:
+            if self.last.age_ms(now_ns) <= silent_after_ms or report.seq == self.last.value.seq:
+                return False
+            self._window.clear()
+        self.last = Sampled(report, now_ns)
+        self._window.append(self.last)
+        return True
+
+    def window(self, now_ns: int) -> tuple[Sampled[R], ...]:
+        """Reports of the last :data:`WINDOW_MS`, oldest first."""
+        while self._window and self._window[0].age_ms(now_ns) > WINDOW_MS:
+            self._window.popleft()
+        return tuple(self._window)
+
+
+class _Reporters(Generic[R]):
+    """All reporters of one kind, at most ``reporters_max``."""
+
+    def __init__(self, reporters_max: int, config: ControlConfig) -> None:
+        self._max = reporters_max
+        self._config = config
+        self._by_id: dict[str, _Reporter[R]] = {}
+        self.refused = 0
+
+    def receive(self, name: str, report: R, now_ns: int) -> bool:
+        """Keep a report; ``False`` for a duplicate, a nonsensical one, or when there is no room for a new reporter."""
+        if not (math.isfinite(report.window_ms) and report.window_ms > 0):
+            return False
+        reporter = self._by_id.get(name)
+        if reporter is not None:
+            return reporter.add(report, now_ns, self._config.report_age_ms_max)
+        if len(self._by_id) >= self._max and not self._make_room(now_ns):
+            self.refused += 1
+            return False
+        self._by_id[name] = _Reporter(Sampled(report, now_ns))
+        return True
+
+    def _make_room(self, now_ns: int) -> bool:
+        """Drop the reporter silent for longest, if one is silent."""
+        name = max(sorted(self._by_id), key=lambda n: self._age_ms(n, now_ns))
+        if self._age_ms(name, now_ns) <= self._config.report_age_ms_max:
+            return False
+        del self._by_id[name]
+        return True
+
+    def _age_ms(self, name: str, now_ns: int) -> float:
+        return self._by_id[name].last.age_ms(now_ns)
+
+    def forget(self, now_ns: int) -> None:
+        """Drop reporters unheard of for ``forget_after_ms``."""
+        for name in [n for n in self._by_id if self._age_ms(n, now_ns) > self._config.forget_after_ms]:
+            del self._by_id[name]
+
+    def items(self) -> list[_Reporter[R]]:
+        """Reporters sorted by name, so that no sum depends on the order of arrival."""
+        return [self._by_id[name] for name in sorted(self._by_id)]
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+
+class SignalBook:
+    """Receives reports and turns them into :class:`Signals`."""
+
+    def __init__(self, config: ControlConfig) -> None:
+        self._config = config
+        self._replicas: _Reporters[ReplicaReport] = _Reporters(REPLICAS_MAX, config)
+        self._gateways: _Reporters[GatewayReport] = _Reporters(GATEWAYS_MAX, config)
+        self._fleet: Sampled[FleetView] | None = None
+
+    @property
+    def refused(self) -> int:
+        """Reports refused because there were too many reporters."""
+        return self._replicas.refused + self._gateways.refused
+
+    def receive_replica(self, report: ReplicaReport, now_ns: int) -> bool:
+        """Keep a replica's report; ``False`` when it was ignored."""
+        return self._replicas.receive(report.replica_id, report, now_ns)
+
+    def receive_gateway(self, report: GatewayReport, now_ns: int) -> bool:
+        """Keep a gateway's report; ``False`` when it was ignored."""
+        return self._gateways.receive(report.gateway_id, report, now_ns)
+
+    def receive_fleet(self, view: FleetView, now_ns: int) -> None:
+        """Keep Serve's latest word on the fleet."""
+        self._fleet = Sampled(view, now_ns)
+
+    def signals(self, now_ns: int) -> Signals:
+        """Everything known at ``now_ns``; reporters silent for too long are forgotten."""
+        self._replicas.forget(now_ns)
+        self._gateways.forget(now_ns)
+        age_max = self._config.report_age_ms_max
+        replicas = tuple(_replica_signals(r.last, r.window(now_ns), now_ns, age_max) for r in self._replicas.items())
+        gateways = [
+            (r.last.value, r.window(now_ns)) for r in self._gateways.items() if r.last.age_ms(now_ns) <= age_max
+        ]
+        fleet = self._fleet.value if self._fleet is not None and self._fleet.age_ms(now_ns) <= age_max else None
+        models = sorted({r.latest.model for r in replicas} | {g.model for g, _ in gateways})
+        return Signals(
+            now_ns=now_ns,
+            model=models[0] if models else "",
+            replicas=replicas,
+            gateways_known=len(self._gateways),
+            gateways_fresh=len(gateways),
+            traffic=_traffic(gateways) if gateways else None,
+            work=_work([r for r in replicas if r.fresh]),
+            fleet=fleet,
+            unknown_replicas=_unknown_replicas(replicas, fleet),
+        )
+
+
+def merge(histograms: Iterable[Histogram]) -> Histogram:
+    """Sum of any number of histograms."""
+    counts = [0] * (len(LATENCY_BOUNDS_MS) + 1)
+    sum_ms = 0.0
+    for h in histograms:
+        if any(h.counts):
+            counts = [a + b for a, b in zip(counts, h.counts, strict=True)]
+            sum_ms += h.sum_ms
+    return Histogram(tuple(counts), sum_ms)
+
+
+def _replica_signals(
+    last: Sampled[ReplicaReport], window: tuple[Sampled[ReplicaReport], ...], now_ns: int, age_ms_max: float
+) -> ReplicaSignals:
+    reports = [s.value for s in window]
+    window_ms = sum(r.window_ms for r in reports)
+    seconds = window_ms / 1000 or 1.0
+    busy = [(r.busy_share, r.window_ms) for r in reports if r.busy_share is not None]
+    busy_ms = sum(w for _, w in busy)
+    return ReplicaSignals(
+        latest=last.value,
+        age_ms=last.age_ms(now_ns),
+        fresh=last.age_ms(now_ns) <= age_ms_max,
+        window=window,
+        window_ms=window_ms,
+        prefill_tps=sum(r.prefill_tokens for r in reports) / seconds,
+        decode_tps=sum(r.decode_tokens for r in reports) / seconds,
+        prefix_query_tokens=sum(r.prefix_query_tokens for r in reports),
+        prefix_hit_tokens=sum(r.prefix_hit_tokens for r in reports),
+        preemptions=sum(r.preemptions for r in reports),
+        steps=sum(r.steps for r in reports),
+        busy_share=sum(share * w for share, w in busy) / busy_ms if busy_ms else None,
+        itl=merge(r.itl for r in reports),
+    )
+
+
+def _traffic(gateways: Sequence[tuple[GatewayReport, tuple[Sampled[GatewayReport], ...]]]) -> Traffic:
+    arrivals = prompt = output = succeeded = failed = 0.0
+    for _, window in gateways:
+        reports = [s.value for s in window]
+        seconds = sum(r.window_ms for r in reports) / 1000 or 1.0
+        arrivals += sum(r.arrivals for r in reports) / seconds
+        prompt += sum(r.prompt_tokens for r in reports) / seconds
+        output += sum(r.output_tokens for r in reports) / seconds
+        succeeded += sum(r.succeeded for r in reports) / seconds
+        failed += sum(sum(r.failed.values()) for r in reports) / seconds
+    every = [s.value for _, window in gateways for s in window]
+    return Traffic(
+        arrivals_ps=arrivals,
+        prompt_tps=prompt,
+        output_tps=output,
+        succeeded_ps=succeeded,
+        failed_ps=failed,
+        inflight=sum(latest.inflight for latest, _ in gateways),
+        queued=sum(latest.queued for latest, _ in gateways),
+        predicted_prompt_tokens=sum(sum(r.predicted_prompt_tokens.values()) for r in every),
+        predicted_hit_tokens=sum(sum(r.predicted_hit_tokens.values()) for r in every),
+        ttft=merge(r.ttft for r in every),
+        itl=merge(r.itl for r in every),
+        e2e=merge(r.e2e for r in every),
+        ttft_error=merge(r.ttft_error_ms for r in every),
+    )
+
+
+def _work(fresh: Sequence[ReplicaSignals]) -> Work | None:
+    if not fresh:
+        return None
+    latest = [r.latest for r in fresh]
+    shares = [r.kv_tokens_used / r.kv_tokens_max for r in latest if r.kv_tokens_max > 0]
+    return Work(
+        running=sum(r.running for r in latest),
+        waiting=sum(r.waiting for r in latest),
+        http_inflight=sum(r.http_inflight for r in latest),
+        prefill_tps=sum(r.prefill_tps for r in fresh),
+        decode_tps=sum(r.decode_tps for r in fresh),
+        kv_tokens_used=sum(r.kv_tokens_used for r in latest),
+        kv_tokens_max=sum(r.kv_tokens_max for r in latest),
+        kv_share_max=max(shares, default=None),
+        prefix_query_tokens=sum(r.prefix_query_tokens for r in fresh),
+        prefix_hit_tokens=sum(r.prefix_hit_tokens for r in fresh),
+        preemptions=sum(r.preemptions for r in fresh),
+        itl=merge(r.itl for r in fresh),
+        busy_share=_mean([r.busy_share for r in fresh]),
+        gpu_utilisation_share=_mean([r.gpu_utilisation_share for r in latest]),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _unknown_replicas(replicas: Sequence[ReplicaSignals], fleet: FleetView | None) -> int:
+    """Replicas that run and say nothing: by Serve's count, else those that fell silent."""
+    speaking = sum(1 for r in replicas if r.fresh and r.latest.state is not ReplicaState.DRAINING)
+    if fleet is not None:
+        return max(0, fleet.replicas_running - speaking)
+    return sum(1 for r in replicas if not r.fresh and r.latest.state is not ReplicaState.DRAINING)
