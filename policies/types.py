@@ -300,7 +300,13 @@ class ReplicaView:
     sample_kv_tokens_used: int | None = None
     sample_kv_tokens_max: int | None = None
     running_seqs_max: int | None = None
+    step_tokens_max: int | None = None
+    """Token budget of one engine step: the chunk size of its prefill."""
     step_model: StepCoefficients | None = None
+    local_requests_at_sample: int | None = None
+    """This gateway's own counts when the sample arrived: what changed since is not in the sample yet."""
+    local_prefill_tokens_at_sample: int | None = None
+    local_decode_tokens_at_sample: int | None = None
     available: bool = True
     """False when ejected, draining or stuck."""
     unavailable_reason: str = ""
