@@ -3,17 +3,18 @@
 Everything here leans on a private name of Serve; each has a test against the installed version, so that a new Ray shows
 at once what moved. Facts used:
 
-* deployment-scoped actors are named ``SERVE_DEPLOYMENT_ACTOR::<app>::<deployment>::<code version>::<actor>`` and live in
-  Serve's namespace; ``serve.get_deployment_actor`` finds only those of the calling replica's own deployment;
+* deployment-scoped actors are named ``SERVE_DEPLOYMENT_ACTOR::<app>::<deployment>::<code version>::<actor>`` and live
+  in Serve's namespace; ``serve.get_deployment_actor`` finds only those of the calling replica's own deployment;
 * a handle whose router runs on the caller's loop (``_run_router_in_separate_loop=False``) calls ``choose_replicas`` on
   that loop, so policies need no locks;
-* ``choose_replica(_reserve=False)`` runs the request router and returns its choice without an RPC to the replica. What the
-  unreserved form loses: Serve does not count the request as ongoing on the replica (so the replica itself must wait for
-  its open streams when it drains), nor in its handle-side autoscaling metrics (so scaling needs a policy of its own);
+* ``choose_replica(_reserve=False)`` runs the request router and returns its choice without an RPC to the replica. What
+  the unreserved form loses: Serve does not count the request as ongoing on the replica (so the replica itself must wait
+  for its open streams when it drains), nor in its handle-side metrics (so scaling needs a policy of its own);
 * Serve's HTTP server puts a middleware around the application that appends a second ``x-request-id`` with whatever the
   client sent.
 """
 
+# ruff: noqa: SLF001  (private names of Serve are what this module is for)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -31,8 +32,9 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 __all__ = [
+    "SERVE_NAMESPACE",
     "FixedHeadersMessage",
-    "NoReplica",
+    "NoReplicaError",
     "current_replicas",
     "drop_replica",
     "find_controller_actor",
@@ -43,19 +45,23 @@ __all__ = [
 ]
 
 
-class NoReplica(Exception):
+class NoReplicaError(Exception):
     """No replica can take the request now; the request router raises it to answer at once instead of backing off."""
 
 
+def actor_name_parts(app: str, deployment: str, actor_name: str) -> tuple[str, str]:
+    """Return start and end of a deployment-scoped actor's Ray name; Serve puts a code version between them."""
+    return f"{SERVE_DEPLOYMENT_ACTOR_PREFIX}{app}::{deployment}::", f"::{actor_name}"
+
+
 def find_controller_actor(app: str, deployment: str, actor_name: str) -> ActorHandle[Any] | None:
-    """Return a handle to the deployment-scoped actor ``actor_name`` of another deployment, or ``None`` when there is none.
+    """Return a handle to the deployment-scoped actor ``actor_name`` of any deployment; ``None`` when there is none.
 
     Blocks for a round trip to Ray's control store: call it off the event loop (``asyncio.to_thread``). While a rolling
     update is under way two versions live side by side and either may be returned. Never keep the handle after a call on
     it failed: Serve replaces the actor under the same name.
     """
-    prefix = f"{SERVE_DEPLOYMENT_ACTOR_PREFIX}{app}::{deployment}::"
-    suffix = f"::{actor_name}"
+    prefix, suffix = actor_name_parts(app, deployment, actor_name)
     try:
         named = ray.util.list_named_actors(all_namespaces=True)
     except RayError:
@@ -75,7 +81,7 @@ def find_controller_actor(app: str, deployment: str, actor_name: str) -> ActorHa
 
 def init_handle_same_loop(handle: DeploymentHandle[Any]) -> None:
     """Start the handle's router on the running event loop. Must be the first use of the handle, inside a coroutine."""
-    handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
+    handle._init(_run_router_in_separate_loop=False)
 
 
 def request_router(handle: DeploymentHandle[Any]) -> RequestRouter | None:
@@ -116,15 +122,15 @@ async def pick_replica(handle: DeploymentHandle[Any], *args: object) -> str:
     No slot is reserved and no RPC is made. The answer is immediate: it never waits for a replica to appear.
 
     Raises:
-        NoReplica: there is no replica, or the request router chose none.
+        NoReplicaError: there is no replica, or the request router chose none.
     """
     if not current_replicas(handle):
-        raise NoReplica
+        raise NoReplicaError
     try:
         async with handle.choose_replica(*args, _reserve=False) as selection:
             return str(selection.replica_id)
     except DeploymentUnavailableError:
-        raise NoReplica from None
+        raise NoReplicaError from None
 
 
 async def serve_http_host() -> str:
