@@ -74,8 +74,8 @@ def predict_step_ms(c: StepCoefficients, running: float, kv_tokens: float, prefi
 def prefill_ms(c: StepCoefficients, tokens: float, chunk_tokens: float, running: float, kv_tokens: float) -> float:
     """Time in ms to compute ``tokens`` prompt tokens in steps of at most ``chunk_tokens``.
 
-    ``running`` and ``kv_tokens`` are the other sequences of these steps and the KV they hold; the prompt itself adds one
-    sequence, and its own KV as it grows. 0 tokens take 0 ms. Raises ``ValueError`` for a chunk below one token.
+    ``running`` and ``kv_tokens`` are the other sequences of these steps and the KV they hold; the prompt itself adds
+    one sequence, and its own KV as it grows. 0 tokens take 0 ms. Raises ``ValueError`` for a chunk below one token.
     """
     if tokens <= 0:
         return 0.0
@@ -90,9 +90,9 @@ def prefill_ms(c: StepCoefficients, tokens: float, chunk_tokens: float, running:
 class StepModel:
     """Online fit of the step law for one engine.
 
-    Coefficients served are never negative: where the free fit of one is, it is held at zero and the others take the best
-    values under that condition. Steps with a value that is not finite, or negative, or a duration of 0 are not learned
-    from; :attr:`refused` counts them.
+    Coefficients served are never negative: where the free fit of one is, it is held at zero and the others take the
+    best values under that condition. Steps with a value that is not finite, or negative, or a duration of 0 are not
+    learned from; :attr:`refused` counts them.
     """
 
     def __init__(self, prior: StepCoefficients) -> None:
@@ -116,9 +116,7 @@ class StepModel:
     def coefficients(self) -> StepCoefficients:
         """Current fit, all coefficients >= 0, with the number of steps seen and the smoothed error."""
         t, s = self._served, _SCALES
-        return StepCoefficients(
-            t[0], t[1] * s[1], t[2] * s[2] * 1000, t[3] * s[3], self._steps, self._error_share
-        )
+        return StepCoefficients(t[0], t[1] * s[1], t[2] * s[2] * 1000, t[3] * s[3], self._steps, self._error_share)
 
     def observe(self, running: float, kv_tokens: float, prefill_tokens: float, step_ms: float) -> None:
         """Learn from one step of ``step_ms``."""

@@ -1,8 +1,8 @@
 """The gateway's own load per replica, exact, in requests and tokens, counted from dispatch on.
 
 One entry per request id: waiting for its first byte (its uncached prompt tokens are prefill backlog) or past it (its
-prompt is KV held while it decodes). Whoever raised an entry gives it back by request id; doing so twice changes nothing.
-The book holds as many entries as admission lets requests in, and nothing of a replica without open requests.
+prompt is KV held while it decodes). Whoever raised an entry gives it back by request id; doing so twice changes
+nothing. The book holds as many entries as admission lets requests in, and nothing of a replica without open requests.
 
 It must not know replicas' samples: what engines say is joined with these counts in :mod:`policies.routing.predict`.
 """

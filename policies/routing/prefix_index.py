@@ -4,8 +4,8 @@ Keys are chain hashes: a block's hash covers everything before it, so a replica 
 lookup walks from the front until no replica is left. Values are sets of replicas as bits of one integer.
 
 Bounded by ``blocks_max`` entries; the least recently added go first, of one prompt the last blocks before the first,
-because a block without its predecessors can never be found. It is a belief: engines evict by rules of their own, and how
-well it holds is measured by the affinity loop, not here.
+because a block without its predecessors can never be found. It is a belief: engines evict by rules of their own, and
+how well it holds is measured by the affinity loop, not here.
 
 Removing a replica costs O(1): its bit is switched off. Bits are used again after one sweep over all entries, which
 happens once :data:`RETIRED_MAX` bits (or as many as are in use) wait for it.
