@@ -122,7 +122,7 @@ class EngineShared:
 
     @classmethod
     def create(cls, path: str | Path, ring_steps: int = 4096) -> EngineShared:
-        """Make the file, mode 0600, with no opinion in the knobs and zero gauges. ``FileExistsError`` if it is there."""
+        """Make the file, mode 0600, with no opinion in the knobs and zero gauges. ``FileExistsError``: there is one."""
         if not 2 <= ring_steps <= RING_STEPS_MAX:
             raise ValueError(f"ring_steps must be in 2..{RING_STEPS_MAX}, is {ring_steps}")
         size = _RING_AT + ring_steps * _STEP_SLOT_BYTES
@@ -131,7 +131,7 @@ class EngineShared:
             os.posix_fallocate(fd, 0, size)  # a full disk is an error here, not a SIGBUS later
             mapping = mmap.mmap(fd, size)
         except OSError:
-            os.unlink(path)
+            Path(path).unlink()
             raise
         finally:
             os.close(fd)
@@ -143,7 +143,7 @@ class EngineShared:
 
     @classmethod
     def open(cls, path: str | Path) -> EngineShared:
-        """Map an existing file. :class:`SharedFileError` when it is not one of ours, ``OSError`` when it cannot be read."""
+        """Map an existing file. :class:`SharedFileError`: it is not one of ours; ``OSError``: it cannot be read."""
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             size = os.fstat(fd).st_size

@@ -1,0 +1,485 @@
+"""deployments/replica_host.py, gate.py and reporting.py over real sockets in one event loop, without Ray or vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from deployments.clock import now_ns
+from deployments.gate import ASGIApp, Gate, Message, Receive, Scope, Send
+from deployments.knobs import EngineGauges, EngineShared, StepRecord
+from deployments.replica_host import ReplicaHost, ReplicaIdentity, ReplicaUnhealthyError
+from deployments.reporting import WARM_UP_STEPS
+from deployments.settings import ModelSettings
+from policies.config import PolicyConfig
+from policies.types import LATENCY_BOUNDS_MS, Knobs, Mode, Plan, ReplicaReport, ReplicaState
+
+REPLICA = "r1"
+SECOND_NS = 1_000_000_000
+
+
+class Engine:
+    """A small ASGI application: answers at once, or holds a stream open until it is let go."""
+
+    def __init__(self) -> None:
+        self.seen: list[Scope] = []
+        self.started = asyncio.Event()
+        self.release = asyncio.Event()
+        self.cancelled = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.seen.append(scope)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+        if scope["path"] == "/stream":
+            await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        if scope["path"] in ("/stream", "/silent"):
+            self.started.set()
+            try:
+                await self.release.wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        if scope["path"] == "/raise":
+            raise RuntimeError("the engine's application failed")
+        await send({"type": "http.response.body", "body": b"last"})
+
+
+class Reports:
+    """The controller's end: collects reports and answers with a plan, or misbehaves as told."""
+
+    def __init__(self) -> None:
+        self.got: list[ReplicaReport] = []
+        self.answer: Callable[[], Awaitable[Plan | None]] | None = None
+        self.arrived = asyncio.Event()
+
+    async def __call__(self, report: ReplicaReport) -> Plan | None:
+        self.got.append(report)
+        self.arrived.set()
+        return await self.answer() if self.answer else None
+
+
+class Bench:
+    """One host with its engine, its end of the shared mapping and a client."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.engine = Engine()
+        self.reports = Reports()
+        self.shared = EngineShared.create(path)
+        self.core = EngineShared.open(path)
+        self.model = ModelSettings(
+            name="m", report_interval_ms=settings.pop("report_interval_ms", 60_000.0), **settings
+        )
+        self.host = ReplicaHost(
+            self.model, PolicyConfig(), self.shared, ReplicaIdentity(REPLICA, "app", "Engine"), now_ns(), self.reports
+        )
+        self.client = aiohttp.ClientSession()
+
+    async def start(self, app: ASGIApp | None = None) -> Bench:
+        await self.host.start(app or self.engine)
+        return self
+
+    def get(self, path: str, token: str | None = None) -> aiohttp.client._RequestContextManager:
+        meta = self.host.metadata()
+        return self.client.get(
+            f"http://{meta['endpoint']}{path}", headers={"x-tidegate-gate": meta["gate"] if token is None else token}
+        )
+
+    async def close(self) -> None:
+        self.engine.release.set()
+        await self.client.close()
+        await self.host.stop()
+        self.core.close()
+        self.shared.close()
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    b = Bench(tmp_path / "shared")
+    yield b
+    await b.close()
+
+
+def plan(seq: int = 1, mode: Mode = Mode.ACT, ttl_ms: float = 60_000, **knobs: int) -> Plan:
+    return Plan("epoch", seq, ttl_ms, mode, knobs={REPLICA: Knobs(**knobs)})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that other tasks bring about; the test's own time-out ends it when they do not."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+# --- gate -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_with_the_token_passes_and_the_token_goes_no_further(bench: Bench) -> None:
+    await bench.start()
+    async with bench.get("/v1/x") as response:
+        assert response.status == 200
+        assert await response.text() == "last"
+    assert not any(name == b"x-tidegate-gate" for name, _ in bench.engine.seen[0]["headers"])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/health", "/metrics", "/", "/docs"])
+@pytest.mark.parametrize("token", ["", "wrong", "x" * 10_000])
+async def test_every_path_is_behind_the_gate(bench: Bench, path: str, token: str) -> None:
+    await bench.start()
+    async with bench.get(path, token) as response:
+        assert response.status in {403, 431, 400}
+        if response.status == 403:
+            error = json.loads(await response.text())["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+    assert bench.engine.seen == []
+
+
+async def test_no_header_and_two_headers_are_refused(bench: Bench) -> None:
+    await bench.start()
+    meta = bench.host.metadata()
+    for headers in ([], [("x-tidegate-gate", meta["gate"])] * 2):
+        async with bench.client.get(f"http://{meta['endpoint']}/", headers=headers) as response:
+            assert response.status == 403
+    assert bench.engine.seen == []
+
+
+async def test_tokens_differ_between_replicas_and_the_address_is_loopback(tmp_path: Path) -> None:
+    benches = [Bench(tmp_path / str(i)) for i in range(2)]
+    for b in benches:
+        await b.start()
+    first, second = (b.host.metadata() for b in benches)
+    assert first["gate"] != second["gate"]
+    assert len(first["gate"]) >= 32
+    assert first["endpoint"].startswith("127.0.0.1:")
+    assert first["model"] == "m"
+    for b in benches:
+        await b.close()
+
+
+async def test_websockets_are_refused() -> None:
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("must not be reached")
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    gate = Gate(app, "token")
+    await gate({"type": "websocket", "headers": [(b"x-tidegate-gate", b"token")]}, receive, send)
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+    assert gate.inflight == 0
+
+
+async def test_inflight_falls_on_every_path(bench: Bench) -> None:
+    await bench.start()
+    gate = bench.host._gate
+    assert gate is not None
+    async with bench.get("/stream") as response:
+        assert await response.content.readany() == b"first"
+        assert gate.inflight == 1
+        assert gate.silent_since_ns() is None
+        bench.engine.release.set()
+        await response.read()
+    async with bench.get("/raise") as response:
+        assert response.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            await response.read()
+    await asyncio.wait_for(gate.empty.wait(), 5)
+    assert gate.inflight == 0
+
+
+async def test_inflight_falls_when_the_application_is_cancelled(bench: Bench) -> None:
+    await bench.start()
+    gate = bench.host._gate
+    assert gate is not None
+    async with bench.get("/silent"):
+        await bench.engine.started.wait()
+        assert gate.inflight == 1
+        assert gate.silent_since_ns() is not None
+        await bench.host.stop()
+    assert bench.engine.cancelled == 1
+    assert gate.inflight == 0
+    assert gate.silent_since_ns() is None
+
+
+# --- draining ---------------------------------------------------------------------------------------------------------
+
+
+async def test_drain_serves_on_then_refuses_and_waits_for_open_streams(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.replica_host.DRAIN_GRACE_S", 0.2)
+    await bench.start()
+    gate = bench.host._gate
+    assert gate is not None
+    async with bench.get("/stream") as stream:
+        await stream.content.readany()
+        draining = asyncio.create_task(bench.host.drain())
+        await asyncio.sleep(0)
+        assert bench.host.state() is ReplicaState.DRAINING
+        assert bench.host.routing_stats()["state"] == "draining"
+        async with bench.get("/") as response:
+            assert response.status == 200
+        await until(lambda: gate.refuse_new)
+        async with bench.get("/") as response:
+            assert response.status == 503
+            assert response.headers["x-tidegate-refused"] == "draining"
+            assert json.loads(await response.text())["error"]["code"] == "replica_draining"
+        assert not draining.done()
+        bench.engine.release.set()
+        assert await stream.read() == b"last"
+    await asyncio.wait_for(draining, 5)
+
+
+async def test_drain_gives_up_after_its_limit(tmp_path: Path) -> None:
+    bench = await Bench(tmp_path / "shared", drain_s_max=0.2).start()
+    async with bench.get("/stream") as stream:
+        await stream.content.readany()
+        await asyncio.wait_for(bench.host.drain(), 5)
+        assert bench.host._gate is not None
+        assert bench.host._gate.inflight == 1
+    await bench.close()
+
+
+async def test_drain_before_start_and_twice_is_harmless(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.replica_host.DRAIN_GRACE_S", 0.0)
+    await bench.host.drain()
+    assert bench.host.state() is ReplicaState.STARTING
+    await bench.start()
+    await bench.host.drain()
+    await bench.host.drain()
+
+
+async def test_the_port_is_closed_after_stop(bench: Bench) -> None:
+    await bench.start()
+    await bench.host.stop()
+    with pytest.raises(aiohttp.ClientConnectorError):
+        async with bench.get("/"):
+            pass
+
+
+# --- health -----------------------------------------------------------------------------------------------------------
+
+
+async def test_idle_is_healthy_however_long(bench: Bench) -> None:
+    await bench.start()
+    bench.core.write_gauges(EngineGauges(progress_ns=1, work_since_ns=0))
+    await bench.host.check_health()
+    assert bench.host.state() is ReplicaState.READY
+
+
+@pytest.mark.parametrize(
+    ("work_s", "progress_s", "healthy"),
+    [
+        (29, 1_000, True),  # a long first step
+        (1_000, 29, True),  # always busy, the last step ended not long ago
+        (31, 1_000, False),
+        (1_000, 31, False),
+    ],
+)
+async def test_health_follows_progress(bench: Bench, work_s: int, progress_s: int, healthy: bool) -> None:
+    await bench.start()
+    now = now_ns()
+    bench.core.write_gauges(
+        EngineGauges(running=1, progress_ns=now - progress_s * SECOND_NS, work_since_ns=now - work_s * SECOND_NS)
+    )
+    if healthy:
+        await bench.host.check_health()
+    else:
+        with pytest.raises(ReplicaUnhealthyError, match="no step"):
+            await bench.host.check_health()
+        assert bench.host.routing_stats()["state"] == "stuck"
+
+
+async def test_requests_that_never_reach_the_engine_are_noticed(tmp_path: Path) -> None:
+    bench = await Bench(tmp_path / "shared", stuck_after_s=0.05).start()
+    async with bench.get("/silent"):
+        await bench.engine.started.wait()
+        await asyncio.sleep(0.1)
+        with pytest.raises(ReplicaUnhealthyError, match="do not reach"):
+            await bench.host.check_health()
+        bench.core.write_gauges(EngineGauges(progress_ns=now_ns() + SECOND_NS))
+        await bench.host.check_health()
+    await bench.close()
+
+
+async def test_a_slow_reader_is_no_fault_of_the_engine(tmp_path: Path) -> None:
+    bench = await Bench(tmp_path / "shared", stuck_after_s=0.05).start()
+    async with bench.get("/stream") as response:
+        await response.content.readany()
+        await asyncio.sleep(0.1)
+        await bench.host.check_health()
+    await bench.close()
+
+
+async def test_a_dead_server_is_unhealthy(bench: Bench) -> None:
+    with pytest.raises(ReplicaUnhealthyError, match="server"):
+        await bench.host.check_health()
+    await bench.start()
+    await bench.host.stop()
+    with pytest.raises(ReplicaUnhealthyError, match="server"):
+        await bench.host.check_health()
+
+
+# --- knobs ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_plan_sets_the_knobs_of_this_replica_only(bench: Bench) -> None:
+    bench.host.apply_plan(plan(1, running_seqs_max=4, step_tokens_max=128))
+    assert bench.core.read_knobs() == Knobs(4, 128)
+    bench.host.apply_plan(Plan("epoch", 2, 60_000, Mode.ACT, knobs={"another": Knobs(1)}))
+    assert bench.core.read_knobs() == Knobs()
+
+
+async def test_an_older_plan_changes_nothing(bench: Bench) -> None:
+    bench.host.apply_plan(plan(5, running_seqs_max=4))
+    bench.host.apply_plan(plan(4, running_seqs_max=8))
+    assert bench.core.read_knobs() == Knobs(4)
+
+
+async def test_shadow_mode_leaves_the_start_up_values(bench: Bench) -> None:
+    bench.host.apply_plan(plan(1, running_seqs_max=4))
+    bench.host.apply_plan(plan(2, Mode.SHADOW, running_seqs_max=2))
+    assert bench.core.read_knobs() == Knobs()
+    assert bench.host.build_report().plan_seq == 2
+
+
+async def test_a_plan_too_old_gives_the_start_up_values_back(bench: Bench) -> None:
+    bench.host.apply_plan(plan(1, ttl_ms=50, running_seqs_max=4))
+    assert bench.core.read_knobs() == Knobs(4)
+    await asyncio.sleep(0.1)
+    bench.host.follow_plan()
+    assert bench.core.read_knobs() == Knobs()
+    assert bench.host.build_report().plan_seq is None
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+async def test_reports_flow_and_plans_come_back(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "shared", report_interval_ms=50.0)
+
+    async def answer() -> Plan:
+        return plan(len(bench.reports.got), running_seqs_max=3)
+
+    bench.reports.answer = answer
+    await bench.start()
+    await until(lambda: len(bench.reports.got) >= 3)
+    assert [r.seq for r in bench.reports.got[:3]] == [1, 2, 3]
+    assert bench.core.read_knobs() == Knobs(3)
+    assert bench.reports.got[0].cold_start_ms is not None
+    await bench.close()
+
+
+async def test_a_failing_and_a_hanging_controller_cost_nothing_but_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.replica_host.REPORT_TIMEOUT_S", 0.1)
+    bench = Bench(tmp_path / "shared", report_interval_ms=50.0)
+
+    async def fail() -> Plan:
+        raise ConnectionError("the controller is gone")
+
+    async def hang() -> Plan:
+        await asyncio.sleep(3_600)
+        raise AssertionError
+
+    bench.reports.answer = fail
+    await bench.start()
+    await until(lambda: len(bench.reports.got) >= 2)
+    bench.reports.answer = hang
+    seen = len(bench.reports.got)
+    await until(lambda: len(bench.reports.got) >= seen + 3)
+    async with bench.get("/") as response:
+        assert response.status == 200
+    await bench.host.check_health()
+    await bench.close()
+
+
+async def test_a_report_counts_one_window(bench: Bench) -> None:
+    await bench.start()
+    for n in range(1, 11):
+        bench.core.append_step(StepRecord(n, 0, 20_000, 4, 100, 3, 640, 0, 5))
+    bench.core.append_step(StepRecord(11, 0, 80_000, 2, 0, 2, 640, 1))
+    totals = EngineGauges(
+        running=4,
+        waiting=2,
+        kv_tokens_used=640,
+        kv_tokens_max=8192,
+        running_seqs_hard=16,
+        step_tokens_hard=2048,
+        running_seqs_now=8,
+        step_tokens_now=512,
+        finished_total=7,
+        aborted_total=1,
+        preemptions_total=1,
+        prefix_query_tokens_total=900,
+        prefix_hit_tokens_total=300,
+    )
+    bench.core.write_gauges(totals)
+    first = bench.host.build_report()
+    assert (first.steps, first.prefill_tokens, first.decode_tokens) == (11, 1_000, 52)
+    assert (first.finished, first.aborted, first.preemptions) == (7, 1, 1)
+    assert (first.prefix_query_tokens, first.prefix_hit_tokens) == (900, 300)
+    assert (first.running, first.waiting, first.kv_tokens_used, first.kv_tokens_max) == (4, 2, 640, 8192)
+    assert (first.running_seqs_hard, first.step_tokens_hard) == (16, 2048)
+    assert first.knobs == Knobs(8, 512, None)
+    assert first.itl.count == 32
+    assert first.itl.counts[LATENCY_BOUNDS_MS.index(20)] == 30
+    assert first.itl.sum_ms == pytest.approx(30 * 20 + 2 * 80)
+    assert first.gpu_utilisation_share is None
+    assert first.busy_share is not None
+    assert 0 < first.busy_share <= 1
+    second = bench.host.build_report()
+    assert (second.seq, second.steps, second.finished, second.prefix_query_tokens) == (2, 0, 0, 0)
+    assert second.itl.count == 0
+    assert second.busy_share == 0
+
+
+async def test_records_overwritten_unread_are_counted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "shared")
+    for n in range(1, bench.shared.ring_steps + 101):
+        bench.core.append_step(StepRecord(n, 0, 1_000, 1, 0, 1, 16, 0))
+    assert bench.host.build_report().steps == bench.shared.ring_steps
+    assert bench.host._builder.steps_lost == 100
+    await bench.close()
+
+
+async def test_the_step_model_leaves_out_the_warm_up(bench: Bench) -> None:
+    for n in range(1, WARM_UP_STEPS + 1):
+        bench.core.append_step(StepRecord(n, 0, 10_000_000, 1, 0, 1, 16, 0))
+    model = bench.host.build_report().step_model
+    assert model is not None
+    assert model.samples == 0
+    bench.core.append_step(StepRecord(WARM_UP_STEPS + 1, 0, 20_000, 1, 0, 1, 16, 0))
+    model = bench.host.build_report().step_model
+    assert model is not None
+    assert model.samples == 1
+
+
+async def test_routing_stats_are_flat_fresh_and_numbered(bench: Bench) -> None:
+    await bench.start()
+    first, second = bench.host.routing_stats(), bench.host.routing_stats()
+    assert second["seq"] != first["seq"]
+    bench.core.write_gauges(EngineGauges(running=3, waiting=1, prefill_backlog_tokens=77, running_seqs_now=5))
+    stats = bench.host.routing_stats()
+    assert (stats["running"], stats["waiting"], stats["prefill_backlog_tokens"]) == (3, 1, 77)
+    assert stats["running_seqs_max"] == 5
+    assert all(isinstance(v, (int, float, str)) for v in stats.values())
+    json.dumps(stats)
+
+
+async def test_autoscaling_stats_count_open_requests(bench: Bench) -> None:
+    await bench.start()
+    assert bench.host.autoscaling_stats()["http_inflight"] == 0
+    async with bench.get("/stream") as response:
+        await response.content.readany()
+        assert bench.host.autoscaling_stats()["http_inflight"] == 1
