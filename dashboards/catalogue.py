@@ -60,7 +60,7 @@ LABELS: Mapping[str, Label] = MappingProxyType(
             Label("lever", 16, "Knob a decision moved: replicas, batch, affinity."),
             Label("acted", 2, "true, or false in shadow mode."),
             Label("condition", 32, "Named condition of policies/control/detect.py."),
-            Label("replica", 512, "Serve's replica id; its series go when the replica is forgotten."),
+            Label("replica", 2_048, "Serve's replica id; its series go when the replica is forgotten."),
             Label("term", 4, "Term of the step model: base, sequence, kv_kilotoken, prefill_token."),
             Label("knob", 3, "Engine setting in force: running_seqs_max, step_tokens_max, speculative_depth."),
             Label("kind", 3, "Who reports to the controller: replica, gateway, fleet."),
@@ -86,14 +86,14 @@ class Metric:
 
     @property
     def series_max(self) -> int:
-        """Bound of the metric's label sets: the product of its labels' bounds, never above 4,096."""
+        """Bound of the metric's label sets: the product of its labels' bounds, never above :data:`SERIES_MAX`."""
         product = 1
         for label in self.labels:
             product *= LABELS[label].values_max
         return min(product, SERIES_MAX)
 
 
-SERIES_MAX = 4_096
+SERIES_MAX = 8_192
 """Most label sets of one metric in one process."""
 
 LATENCY_BUCKETS_S: tuple[float, ...] = tuple(

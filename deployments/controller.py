@@ -1,0 +1,214 @@
+"""The controller: receives reports, runs one pure tick per period, hands out the plan, and says why.
+
+It decides nothing: ``policies.control.loop.tick`` does. Every report is answered with the current plan, so reporting *is*
+following, and a lost answer only makes a plan older. A new controller has a new epoch and knows nothing: it answers
+``None`` until its first tick, and its plans leave the number of replicas open until signals arrive.
+
+A tick that raises is logged, counted and does not end the loop; after :data:`FAILED_TICKS_MAX` in a row the process ends, so
+that Serve replaces it. Ticks keep to a fixed grid of the monotonic clock and never overlap: late ones are skipped.
+
+Not thread-safe: everything runs on one event loop, in the actor of ``deployments/controller_actor.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from autoscaling.recommend import ReplicaScaler
+from dashboards.catalogue import Source
+from deployments import control_view
+from deployments.clock import now_ns
+from deployments.settings import Settings
+from deployments.telemetry import Telemetry
+from policies.build import build_control
+from policies.control.loop import TickResult, tick
+from policies.types import Decision, FleetView, GatewayReport, Plan, ReplicaReport, Sampled
+
+if TYPE_CHECKING:
+    from ray.serve.config import DeploymentActorConfig
+
+logger = logging.getLogger(__name__)
+
+ACTOR_NAME = "controller"
+"""Name of the deployment-scoped actor."""
+
+DEPLOYMENT = "Gateway"
+"""Deployment that owns it."""
+
+FAILED_TICKS_MAX = 10
+"""Failed ticks in a row after which the process gives up."""
+
+GATEWAYS_MAX = 256
+"""Gateways whose last report is kept for :meth:`Controller.state`."""
+
+DECISIONS_PAGE_MAX = 1_000
+"""Most entries of one answer of :meth:`Controller.decisions`."""
+
+
+class Controller:
+    """See the module. ``on_broken`` is called once when ticks keep failing and must end the process.
+
+    Args:
+        args: the application's settings as plain values (``Settings.to_args``).
+        on_broken: ends the process.
+    """
+
+    def __init__(self, args: Mapping[str, Any], on_broken: Callable[[], None]) -> None:
+        self._settings = Settings.load(args)
+        config = self._settings.policy_config()
+        self._config = config
+        self._control = build_control(config, ReplicaScaler(config))
+        self._on_broken = on_broken
+        self._telemetry = Telemetry(Source.CONTROLLER)
+        self._gateways: OrderedDict[str, Sampled[GatewayReport]] = OrderedDict()
+        self._decisions: deque[Decision] = deque(maxlen=config.control.decisions_max)
+        self._fleet: Sampled[FleetView] | None = None
+        self._last: TickResult | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._started_ns = now_ns()
+        self._ticks = 0
+        self._failed_in_a_row = 0
+        self.epoch = uuid.uuid4().hex
+        """Identifies this life."""
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start ticking on the running event loop."""
+        logger.info("Controller %s starts in mode %s.", self.epoch[:8], self._config.control.mode)
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """Stop ticking."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        period_ns = int(self._config.control.tick_ms * 1e6)
+        due_ns = now_ns() + period_ns
+        while True:
+            await asyncio.sleep(max(0, due_ns - now_ns()) / 1e9)
+            self.tick()
+            due_ns = next_due_ns(due_ns, now_ns(), period_ns)
+
+    def tick(self) -> None:
+        """One tick now. Never raises."""
+        started_ns = now_ns()
+        try:
+            result = tick(self._control, started_ns)
+            self._took(result, started_ns)
+        except Exception:
+            self._telemetry["tidegate_control_ticks_total"].inc(result="failed")
+            self._failed_in_a_row += 1
+            logger.exception("Tick failed (%d in a row).", self._failed_in_a_row)
+            if self._failed_in_a_row == FAILED_TICKS_MAX:
+                logger.critical("%d ticks failed in a row: this controller gives up.", self._failed_in_a_row)
+                self._on_broken()
+            return
+        self._failed_in_a_row = 0
+        self._telemetry["tidegate_control_ticks_total"].inc(result="ok")
+        self._telemetry["tidegate_control_tick_seconds"].observe((now_ns() - started_ns) / 1e9)
+
+    def _took(self, result: TickResult, at_ns: int) -> None:
+        self._ticks += 1
+        self._last = result
+        self._decisions.extend(result.decisions)
+        for decision in result.decisions:
+            logger.info(control_view.in_words(decision))
+        self._forget_gateways(at_ns)
+        control_view.update_telemetry(self._telemetry, result, self._config.objectives.quantile)
+
+    def _forget_gateways(self, at_ns: int) -> None:
+        forget_after_ms = self._config.control.forget_after_ms
+        for gateway_id in [g for g, s in self._gateways.items() if s.age_ms(at_ns) > forget_after_ms]:
+            del self._gateways[gateway_id]
+
+    # --- reports ----------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """The last tick's plan; ``None`` before the first."""
+        return self._last.plan if self._last is not None else None
+
+    def report_replica(self, report: ReplicaReport) -> Plan | None:
+        """Take a replica's report; the current plan is the answer."""
+        if self._control.receive_replica(report, now_ns()):
+            control_view.count_report(self._telemetry, report)
+        return self.plan
+
+    def report_gateway(self, report: GatewayReport) -> Plan | None:
+        """Take a gateway's report; the current plan is the answer."""
+        received_ns = now_ns()
+        self._control.receive_gateway(report, received_ns)
+        self._gateways[report.gateway_id] = Sampled(report, received_ns)
+        self._gateways.move_to_end(report.gateway_id)
+        if len(self._gateways) > GATEWAYS_MAX:
+            self._gateways.popitem(last=False)
+        return self.plan
+
+    def fleet(self, view: Mapping[str, int]) -> dict[str, Any] | None:
+        """Take Serve's numbers (the fields of :class:`FleetView`); the answer is the plan as plain values.
+
+        Plain both ways: the caller runs in Serve's controller process, which does not have this project's types.
+        """
+        received_ns = now_ns()
+        fleet = FleetView(**view)
+        self._fleet = Sampled(fleet, received_ns)
+        self._control.receive_fleet(fleet, received_ns)
+        return control_view.wire_plan(self.plan) if self.plan is not None else None
+
+    # --- what people ask --------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Everything known now, JSON-able; ages in ms, unknown values ``None``."""
+        at_ns = now_ns()
+        return {
+            "epoch": self.epoch,
+            "tick": self._ticks,
+            "mode": self._config.control.mode.value,
+            "uptime_s": (at_ns - self._started_ns) / 1e9,
+            "objectives": control_view.plain(self._config.objectives),
+            "plan": control_view.plain(self.plan),
+            "fleet": control_view.fleet_state(self._fleet, at_ns),
+            "gateways": [control_view.gateway_state(s, at_ns) for s in self._gateways.values()],
+            **control_view.tick_state(self._last, at_ns, self._config.objectives.quantile),
+        }
+
+    def decisions(self, limit: int = 100, since_seq: int | None = None) -> list[dict[str, Any]]:
+        """Ledger entries, oldest first: the newest ``limit``, or the first ``limit`` after ``since_seq``."""
+        limit = max(0, min(limit, DECISIONS_PAGE_MAX))
+        entries = [d for d in self._decisions if since_seq is None or d.seq > since_seq]
+        page = entries[:limit] if since_seq is not None else entries[len(entries) - min(limit, len(entries)) :]
+        return [control_view.plain(decision) for decision in page]
+
+    def metrics(self) -> str:
+        """Prometheus text format."""
+        return self._telemetry.render().decode()
+
+
+def next_due_ns(due_ns: int, at_ns: int, period_ns: int) -> int:
+    """First time after ``at_ns`` on the grid ``due_ns + k * period_ns``, ``k >= 1``: no drift, missed ones skipped."""
+    missed = max(0, at_ns - due_ns) // period_ns
+    return due_ns + (missed + 1) * period_ns
+
+
+def controller_actor_config(settings: Settings) -> DeploymentActorConfig:
+    """The controller as a deployment-scoped actor: Serve creates, watches and replaces it."""
+    import ray
+    from ray.serve.config import DeploymentActorConfig
+
+    from deployments.controller_actor import ControllerActor
+
+    return DeploymentActorConfig(
+        name=ACTOR_NAME,
+        actor_class=ray.remote(ControllerActor),
+        init_kwargs={"args": settings.to_args()},
+        actor_options={"num_cpus": 0},
+    )
