@@ -1,0 +1,58 @@
+"""The one wiring of the policies: what a gateway holds, and what the controller holds.
+
+Live deployments and the simulator both call these functions, so that no decision exists twice.
+
+What this must not do: decide anything, or read configuration from anywhere but its arguments.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from policies.admission.limits import Admission
+from policies.config import PolicyConfig
+from policies.faults import RetryBudget
+from policies.flow import FlowContext
+from policies.plan_follower import PlanFollower
+from policies.routing.fleet import Fleet, Removed
+from policies.routing.load import LoadBook
+from policies.routing.prefix_index import PrefixIndex
+from policies.routing.router import Router
+from policies.types import ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """Everything one gateway decides with."""
+
+    config: PolicyConfig
+    flow_context: FlowContext
+    fleet: Fleet
+    router: Router
+    index: PrefixIndex
+    plan_follower: PlanFollower
+
+    def update_members(self, members: Mapping[ReplicaId, Mapping[str, object] | None], now_ns: int) -> Removed:
+        """Take Serve's members with their last routing statistics; all traces of those that left go with them."""
+        removed = self.fleet.update(members, now_ns)
+        for replica_id in removed:
+            self.flow_context.book.forget(replica_id)
+            self.router.forget(replica_id)
+        return removed
+
+
+def build_policies(config: PolicyConfig, seed: int) -> Policies:
+    """Policies of one gateway. ``seed`` breaks ties only; give each gateway its own."""
+    book = LoadBook()
+    index = PrefixIndex(config.routing.index_blocks_max)
+    router = Router(config.routing, index, random.Random(seed))
+    return Policies(
+        config=config,
+        flow_context=FlowContext(Admission(config.admission), RetryBudget(config.faults), book, router, config),
+        fleet=Fleet(config.routing, book),
+        router=router,
+        index=index,
+        plan_follower=PlanFollower(),
+    )
