@@ -73,25 +73,25 @@ async def main() -> int:
         for number in range(ROUNDS):
             for name in PATHS:
                 await one_round(client, name, number, seen[name])
-    rows = [
-        [name, h.median(s.first_ttft_ms), sum(s.later_ttft_ms) / len(s.later_ttft_ms), h.quantile(s.later_ttft_ms, 0.95),
-         f"{100 * s.cached_tokens / max(1, s.prompt_tokens):.0f} %"]
-        for name, s in seen.items()
-    ]  # fmt: skip
+    means = {name: sum(s.later_ttft_ms) / len(s.later_ttft_ms) for name, s in seen.items()}
+    rows = []
+    for name, s in seen.items():
+        hit_rate = f"{100 * s.cached_tokens / max(1, s.prompt_tokens):.0f} %"
+        rows.append([name, h.median(s.first_ttft_ms), means[name], h.quantile(s.later_ttft_ms, 0.95), hit_rate])
     h.table(
         f"{SESSIONS} sessions x {TURNS} turns, {ROUNDS} rounds, two real replicas: TTFT in ms",
         ["routing", "first turn p50", "later turns mean", "later turns p95", "prefix hit rate (later turns)"],
         rows,
     )
-    ratio = rows[0][2] / rows[1][2]
+    ratio = means["affinity"] / means["random"]
     return 0 if h.verdict(ratio <= RATIO_MAX, f"later-turn TTFT affinity/random {ratio:.3f} (bar {RATIO_MAX})") else 1
 
 
 def deploy_random_gateway(args: dict[str, object]) -> None:
     """Put a second gateway, which routes at random, in front of the first application's engines."""
+    from deployments.gateway import build_gateway_deployment
     from ray import serve
 
-    from deployments.gateway import build_gateway_deployment
     from deployments.settings import Settings
 
     engines = serve.get_deployment_handle("Engine", app_name="tidegate")

@@ -33,7 +33,9 @@ async def main(clients: int, tokens: int, kills: int) -> int:
                 state = await h.control_state(session)
                 reporters = [*state.get("replicas", {}).values(), *state.get("gateways", {}).values()]
                 in_force = [r.get("plan_seq") for r in reporters]
-                return bool(reporters) and state.get("epoch") not in (None, old) and all(s is not None for s in in_force)
+                return (
+                    bool(reporters) and state.get("epoch") not in (None, old) and all(s is not None for s in in_force)
+                )
 
             await h.wait_for(steering, 60)
             rows.append([number + 1, time.perf_counter() - killed])
@@ -46,7 +48,9 @@ async def main(clients: int, tokens: int, kills: int) -> int:
         print("failed:", bad.status, bad.error)
     worst = max(float(r[1]) for r in rows)
     ok = h.verdict(not failed, f"{len(failed)} of {len(load.results)} requests failed (bar 0)")
-    return 0 if h.verdict(worst <= STEERING_S_MAX, f"steering after {worst:.1f} s (bar {STEERING_S_MAX:g})") and ok else 1
+    return (
+        0 if h.verdict(worst <= STEERING_S_MAX, f"steering after {worst:.1f} s (bar {STEERING_S_MAX:g})") and ok else 1
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ RATIO_MAX = 0.2
 
 def words(n: int, seed: int) -> str:
     """Return ``n`` words (about one token each) that no earlier prompt shares."""
-    return " ".join(f"{('red', 'green', 'blue', 'cold', 'warm', 'old')[(i * 7 + seed * 3 + i * i) % 6]}" for i in range(n))
+    colours = ("red", "green", "blue", "cold", "warm", "old")
+    return " ".join(colours[(i * 7 + seed * 3 + i * i) % 6] for i in range(n))
 
 
 async def one_round(session: aiohttp.ClientSession, url: str, seed: int) -> float:
