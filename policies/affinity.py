@@ -1,0 +1,106 @@
+"""How far routing may trust its guess of what engines have cached.
+
+Routers predict cache hits from what they sent where; engines evict what they must. The loop compares both as shares of
+prompt tokens, so that estimated and true token counts need not agree::
+
+    trust = (prefix_hit_tokens / prefix_query_tokens) / (predicted_hit_tokens / predicted_prompt_tokens)
+
+* ``trust`` below :data:`TRUST_LOW`: caches hold less than believed; the strength falls towards the trust;
+* ``trust`` from :data:`TRUST_HIGH`: what was predicted came true; the strength rises towards 1;
+* a hot spot lowers the strength whatever the trust: affinity piles work on one replica while others idle.
+
+One adjustment moves by at most ``step``, needs ``query_tokens_min`` looked-up tokens since the last one, and keeps the
+strength in ``strength_min..1``. Where little was predicted there is nothing to compare and the strength stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from policies.config import AffinityConfig
+from policies.types import GatewayReport, Reason, ReplicaReport
+
+TRUST_LOW = 0.6
+"""Realised over predicted hits below which caches are called cold."""
+
+TRUST_HIGH = 0.8
+"""Realised over predicted hits from which the prediction is called true."""
+
+PREDICTED_SHARE_MIN = 0.05
+"""Below this share of predicted hits there is nothing to compare."""
+
+
+@dataclass(frozen=True, slots=True)
+class AffinityMove:
+    """One tick's answer."""
+
+    before: float
+    after: float
+    reason: Reason
+    inputs: Mapping[str, float | int | str | None] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the strength moved."""
+        return self.before != self.after
+
+
+class AffinityLoop:
+    """The strength, tick by tick. Feed it every accepted report once."""
+
+    def __init__(self, config: AffinityConfig, strength: float) -> None:
+        self._config = config
+        self.strength = min(1.0, max(config.strength_min, strength))
+        self._query_tokens = 0
+        self._hit_tokens = 0
+        self._predicted_prompt_tokens = 0
+        self._predicted_hit_tokens = 0
+
+    def receive_replica(self, report: ReplicaReport) -> None:
+        """Count what an engine looked up and found."""
+        self._query_tokens += report.prefix_query_tokens
+        self._hit_tokens += report.prefix_hit_tokens
+
+    def receive_gateway(self, report: GatewayReport) -> None:
+        """Count what routers believed at dispatch."""
+        self._predicted_prompt_tokens += sum(report.predicted_prompt_tokens.values())
+        self._predicted_hit_tokens += sum(report.predicted_hit_tokens.values())
+
+    def step(self, hot_spot: bool) -> AffinityMove:
+        """Move by at most one step when enough was seen, else stay."""
+        if self._query_tokens < self._config.query_tokens_min or self._predicted_prompt_tokens <= 0:
+            return AffinityMove(
+                self.strength, self.strength, Reason("TooLittleSeen", "too few prompt tokens since the last adjustment")
+            )
+        realised = self._hit_tokens / self._query_tokens
+        predicted = self._predicted_hit_tokens / self._predicted_prompt_tokens
+        inputs: dict[str, float | int | str | None] = {
+            "prefix_query_tokens": self._query_tokens,
+            "prefix_hit_tokens": self._hit_tokens,
+            "predicted_prompt_tokens": self._predicted_prompt_tokens,
+            "predicted_hit_tokens": self._predicted_hit_tokens,
+            "realised_hit_share": round(realised, 4),
+            "predicted_hit_share": round(predicted, 4),
+            "hot_spot": int(hot_spot),
+        }
+        self._query_tokens = self._hit_tokens = self._predicted_prompt_tokens = self._predicted_hit_tokens = 0
+        goal, reason = self._goal(realised, predicted, hot_spot)
+        before = self.strength
+        step = self._config.step
+        moved = min(before + step, max(before - step, goal))
+        self.strength = round(min(1.0, max(self._config.strength_min, moved)), 4)
+        return AffinityMove(before, self.strength, reason, inputs)
+
+    def _goal(self, realised: float, predicted: float, hot_spot: bool) -> tuple[float, Reason]:
+        seen = f"{realised:.0%} of prompt tokens were cached, {predicted:.0%} were predicted"
+        if hot_spot:
+            return 0.0, Reason("HotSpot", f"one replica queues while others idle: less affinity ({seen})")
+        if predicted < PREDICTED_SHARE_MIN:
+            return self.strength, Reason("NothingPredicted", f"no cache hits to compare: strength stays ({seen})")
+        trust = realised / predicted
+        if trust < TRUST_LOW:
+            return min(trust, self.strength), Reason("CacheCold", f"{seen}: caches hold less than believed")
+        if trust >= TRUST_HIGH:
+            return 1.0, Reason("PredictionsTrue", f"{seen}: full affinity is deserved")
+        return self.strength, Reason("TrustUnclear", f"{seen}: neither clearly true nor wrong, strength stays")
