@@ -1,10 +1,10 @@
 """Every metric of the project, once: name, kind, labels, unit, help, buckets, and who reports it.
 
-Code (``deployments/telemetry.py``), panels and alerts all read this table; a name that is not here cannot be exported, and
-a test fails when one here is used nowhere.
+Code (``deployments/telemetry.py``), panels and alerts all read this table; a name that is not here cannot be exported,
+and a test fails when one here is used nowhere.
 
-Names follow Prometheus' conventions: prefix ``tidegate_``, base units (seconds, bytes), the unit as suffix, ``_total`` for
-counters only. Shares in [0, 1] end in ``_share``, the project's own word for a ratio. Every label is listed in
+Names follow Prometheus' conventions: prefix ``tidegate_``, base units (seconds, bytes), the unit as suffix, ``_total``
+for counters only. Shares in [0, 1] end in ``_share``, the project's own word for a ratio. Every label is listed in
 :data:`LABELS` with the number of values it can have, so the number of series is bounded by this file.
 """
 
@@ -73,7 +73,7 @@ LABELS: Mapping[str, Label] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric family. ``buckets`` are upper bounds in ``unit``, ascending, without +Inf; only histograms have them."""
+    """One metric family. ``buckets``: upper bounds in ``unit``, ascending, without +Inf; only histograms have them."""
 
     name: str
     kind: Kind

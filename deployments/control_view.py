@@ -1,4 +1,4 @@
-"""How the controller's values are shown: JSON for ``/control/state`` and ``/control/decisions``, metrics, words for the log.
+"""How the controller's values are shown: JSON for ``/control/...``, metrics, words for the log.
 
 Pure functions of values; nothing is decided here. JSON has no NaN and no infinity: both become ``None``, "unknown".
 """
@@ -19,7 +19,7 @@ from policies.types import Decision, FleetView, GatewayReport, Histogram, Knobs,
 
 def plain(value: Any) -> Any:
     """Return ``value`` made of dicts, lists, strings, finite numbers, booleans and ``None``."""
-    if value is None or isinstance(value, bool | int | str) and not isinstance(value, Enum):
+    if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None

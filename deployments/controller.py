@@ -1,11 +1,12 @@
 """The controller: receives reports, runs one pure tick per period, hands out the plan, and says why.
 
-It decides nothing: ``policies.control.loop.tick`` does. Every report is answered with the current plan, so reporting *is*
-following, and a lost answer only makes a plan older. A new controller has a new epoch and knows nothing: it answers
+It decides nothing: ``policies.control.loop.tick`` does. Every report is answered with the current plan, so reporting
+*is* following, and a lost answer only makes a plan older. A new controller has a new epoch and knows nothing: it answers
 ``None`` until its first tick, and its plans leave the number of replicas open until signals arrive.
 
-A tick that raises is logged, counted and does not end the loop; after :data:`FAILED_TICKS_MAX` in a row the process ends, so
-that Serve replaces it. Ticks keep to a fixed grid of the monotonic clock and never overlap: late ones are skipped.
+A tick that raises is logged, counted and does not end the loop; after :data:`FAILED_TICKS_MAX` in a row the process
+ends, so that Serve replaces it. Ticks keep to a fixed grid of the monotonic clock and never overlap: late ones are
+skipped.
 
 Not thread-safe: everything runs on one event loop, in the actor of ``deployments/controller_actor.py``.
 """
@@ -17,7 +18,7 @@ import logging
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoscaling.recommend import ReplicaScaler
 from dashboards.catalogue import Source
@@ -29,16 +30,7 @@ from policies.build import build_control
 from policies.control.loop import TickResult, tick
 from policies.types import Decision, FleetView, GatewayReport, Plan, ReplicaReport, Sampled
 
-if TYPE_CHECKING:
-    from ray.serve.config import DeploymentActorConfig
-
 logger = logging.getLogger(__name__)
-
-ACTOR_NAME = "controller"
-"""Name of the deployment-scoped actor."""
-
-DEPLOYMENT = "Gateway"
-"""Deployment that owns it."""
 
 FAILED_TICKS_MAX = 10
 """Failed ticks in a row after which the process gives up."""
@@ -197,18 +189,3 @@ def next_due_ns(due_ns: int, at_ns: int, period_ns: int) -> int:
     """First time after ``at_ns`` on the grid ``due_ns + k * period_ns``, ``k >= 1``: no drift, missed ones skipped."""
     missed = max(0, at_ns - due_ns) // period_ns
     return due_ns + (missed + 1) * period_ns
-
-
-def controller_actor_config(settings: Settings) -> DeploymentActorConfig:
-    """The controller as a deployment-scoped actor: Serve creates, watches and replaces it."""
-    import ray
-    from ray.serve.config import DeploymentActorConfig
-
-    from deployments.controller_actor import ControllerActor
-
-    return DeploymentActorConfig(
-        name=ACTOR_NAME,
-        actor_class=ray.remote(ControllerActor),
-        init_kwargs={"args": settings.to_args()},
-        actor_options={"num_cpus": 0},
-    )

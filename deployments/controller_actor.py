@@ -1,4 +1,4 @@
-"""The Ray actor around :class:`deployments.controller.Controller`: nothing but its shell.
+"""The Ray actor around :class:`deployments.controller.Controller`: its shell, and how Serve is told of it.
 
 Serve's controller process creates it and does not have this project on its path, so Serve carries this class there by
 value: imports of the project wait until the actor runs in its own process, with the application's runtime environment.
@@ -12,13 +12,22 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ray.serve.config import DeploymentActorConfig
+
+    from deployments.settings import Settings
     from policies.types import GatewayReport, Plan, ReplicaReport
+
+ACTOR_NAME = "controller"
+"""Name of the deployment-scoped actor."""
+
+OWNER_DEPLOYMENT = "Gateway"
+"""Deployment it belongs to."""
 
 
 class ControllerActor:
     """One controller process. Async, so that reports and ticks share one event loop and need no locks."""
 
-    async def __init__(self, args: Mapping[str, Any]) -> None:
+    async def __init__(self, args: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         import logging
         import os
 
@@ -60,3 +69,16 @@ class ControllerActor:
     async def ping(self) -> str:
         """The controller's epoch."""
         return self._controller.epoch
+
+
+def controller_actor_config(settings: Settings) -> DeploymentActorConfig:
+    """The controller as a deployment-scoped actor: Serve creates, watches and replaces it."""
+    import ray
+    from ray.serve.config import DeploymentActorConfig
+
+    return DeploymentActorConfig(
+        name=ACTOR_NAME,
+        actor_class=ray.remote(ControllerActor),
+        init_kwargs={"args": settings.to_args()},
+        actor_options={"num_cpus": 0},
+    )

@@ -202,10 +202,10 @@ def autoscaling_config(settings: Settings) -> dict[str, Any]:
     Delays 0 and factors 1, so that Serve passes the policy's answer on as it is. The metrics interval is set here
     although Serve calls it deprecated: in 2.60 replicas read it from here and from nowhere else.
     """
-    from deployments.controller import ACTOR_NAME, DEPLOYMENT
+    from deployments.controller_actor import ACTOR_NAME, OWNER_DEPLOYMENT
     from deployments.serve_internals import SERVE_NAMESPACE, actor_name_parts
 
-    prefix, suffix = actor_name_parts("{app}", DEPLOYMENT, ACTOR_NAME)
+    prefix, suffix = actor_name_parts("{app}", OWNER_DEPLOYMENT, ACTOR_NAME)
     scaling = settings.scaling
     return {
         "min_replicas": scaling.replicas_min,
