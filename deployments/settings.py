@@ -77,6 +77,8 @@ class StepSettings(_Strict):
     b_ms: float = Field(default=1.7, ge=0)
     c_ms: float = Field(default=0.5, ge=0)
     d_ms: float = Field(default=1.8, ge=0)
+    jitter_share: float = Field(default=0.0, ge=0, le=1)
+    """Each step's duration is drawn evenly from this share around the law, by the seeded generator."""
 
 
 class FaultSettings(_Strict):
@@ -84,9 +86,9 @@ class FaultSettings(_Strict):
 
     start_failures: int = Field(default=0, ge=0)
     """The first so many starts fail."""
-    kind: Literal["none", "error", "cut", "bad_json", "silence", "freeze"] = "none"
+    kind: Literal["none", "error", "cut", "bad_json", "silence", "freeze", "unavailable"] = "none"
     """What happens to the requests that are hit: an error of the engine, a cut socket, a broken SSE event, silence and
-    then a close, or no further token while health stays good."""
+    then a close, an engine that makes no further token while health stays good, or 503 at once."""
     after_tokens: int = Field(default=0, ge=0)
     """Output tokens a hit request gets before the fault; 0 is before the first."""
     share: float = Field(default=1.0, ge=0, le=1)
@@ -99,6 +101,12 @@ class FaultSettings(_Strict):
     """A prompt that contains this kills the engine process."""
     signals: Literal["ok", "stop", "freeze", "nan"] = "ok"
     """What the replica reports: the truth, nothing, the same sample for ever, or NaN."""
+    health: Literal["ok", "blocked", "failed"] = "ok"
+    """How health checks are answered: truly, never, or with 503."""
+    slow_factor: float = Field(default=1.0, gt=0, le=1_000)
+    """Steps take this many times as long: a replica that is ill but answers."""
+    ignore_aborts: bool = False
+    """The engine goes on working for clients that left."""
     ignore_drain: bool = False
     """Requests in flight never end by themselves while the replica drains."""
 

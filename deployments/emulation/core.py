@@ -1,0 +1,292 @@
+"""The emulated engine's core: an event loop over steps that last as long as the step model says.
+
+    step_ms = (a + b*running + c*kv_tokens/1000 + d*prefill_tokens) * jitter * slow_factor
+
+``running`` are the sequences of the step, ``kv_tokens`` what the cache held when it began. :class:`Scheduler` decides
+what a step computes. Between two steps, as in the real engine: live knobs are read (never above the start-up values,
+never below what runs), gauges and the step's record are written, requests that arrived are queued and those whose
+clients left are taken out.
+
+Answers are known when a request is submitted (the toy model is a function of the prompt), so the core deals in counts:
+it says *when* token ``k`` of an answer exists, never what it is.
+
+It must not know HTTP, and it must not let a fault of one request touch another, except those made to: ``freeze`` stops
+the loop, a ``die_marker`` ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from deployments.clock import now_ns
+from deployments.emulation.blocks import BlockPool
+from deployments.emulation.faults import DIE_EXIT_CODE, FaultBoard
+from deployments.emulation.scheduler import Scheduler, Sequence, StepPlan
+from deployments.knobs import EngineGauges, EngineShared, StepRecord
+from deployments.settings import EmulatedSettings
+from policies.step_model import predict_step_ms
+from policies.types import Knobs, StepCoefficients
+
+WAITING_MAX = 10_000
+"""Requests that may wait; more are refused."""
+STEP_TOKENS_MIN = 16
+"""No knob brings the token budget below this."""
+EMPTY_STEP_S = 0.001
+
+EventKind: TypeAlias = Literal["token", "error", "cut", "silence"]
+
+
+class EngineFullError(RuntimeError):
+    """:data:`WAITING_MAX` requests wait already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to choice ``index``: its ``count``-th token exists, or a fault ended the request."""
+
+    kind: EventKind
+    index: int
+    count: int = 0
+    last: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One request in the core: its sequences and the events its owner reads."""
+
+    sequences: list[Sequence]
+    events: asyncio.Queue[Event]
+    """Bounded by the tokens the answers have."""
+    hit: bool
+    """The scripted fault of a request plays on this one."""
+    left: bool = False
+    """Its client is gone."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens of the first sequence that came from the prefix cache."""
+        return self.sequences[0].cached_tokens
+
+
+@dataclass(slots=True)
+class CoreCounters:
+    """Totals since the start, beside those of the gauges."""
+
+    steps: int = 0
+    finished: int = 0
+    aborted: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    tokens_after_abort: int = 0
+    """Tokens made for requests whose clients had left: wasted work."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """Since when there is work, and when the last step ended; CLOCK_MONOTONIC, 0 for never."""
+
+    since_ns: int = 0
+    progress_ns: int = 0
+    owners: dict[int, tuple[Generation, int]] = field(default_factory=dict)
+    """Generation and choice index of each sequence inside."""
+
+
+class EngineCore:
+    """One engine. :meth:`run` is its loop; everything else is called from the same event loop."""
+
+    def __init__(
+        self,
+        settings: EmulatedSettings,
+        faults: FaultBoard,
+        shared: EngineShared | None = None,
+        die: Callable[[int], object] = os._exit,
+    ) -> None:
+        """``shared`` receives gauges and steps and gives knobs. ``ValueError``: the cache is smaller than one context."""
+        if settings.kv_blocks * settings.block_tokens < settings.context_tokens_max:
+            raise ValueError(
+                f"emulated.kv_blocks: {settings.kv_blocks} blocks of {settings.block_tokens} tokens hold less than one "
+                f"context of {settings.context_tokens_max} tokens"
+            )
+        self.settings = settings
+        self.faults = faults
+        self.counters = CoreCounters()
+        self.draining = False
+        self.scheduler = Scheduler(BlockPool(settings.kv_blocks, settings.block_tokens), WAITING_MAX)
+        step = settings.step
+        self._law = StepCoefficients(step.a_ms, step.b_ms, step.c_ms, step.d_ms)
+        self._rng = random.Random(settings.seed)
+        self._shared = shared
+        self._die = die
+        self._work = _Work()
+        self._wake = asyncio.Event()
+        self._limits = (settings.running_seqs_max, settings.step_tokens_max)
+        faults.listen(self.wake)
+        self._publish()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: list[int], answers: list[list[int]], prompt_text: str, salt: str = "") -> Generation:
+        """Queue one request with one sequence for each of ``answers`` (none of them empty).
+
+        Raises:
+            EngineFullError: too many requests wait.
+        """
+        if self.faults.kills(prompt_text):
+            self._die(DIE_EXIT_CODE)
+        sequences = [Sequence(prompt, answer, salt) for answer in answers]
+        if len(self.scheduler.waiting) + len(sequences) > self.scheduler.waiting_max:
+            raise EngineFullError(f"{self.scheduler.waiting_max} requests wait already")
+        room = sum(len(answer) for answer in answers) + 1
+        generation = Generation(sequences, asyncio.Queue(room), self.faults.hits(prompt_text))
+        for index, seq in enumerate(sequences):
+            self.scheduler.add(seq)
+            self._work.owners[id(seq)] = (generation, index)
+        self.wake()
+        return generation
+
+    def abort(self, generation: Generation) -> None:
+        """The client left: stop working for it. Nothing happens when it is over already."""
+        generation.left = True
+        if not self.faults.now.ignore_aborts:
+            self._end(generation)
+
+    def wake(self) -> None:
+        """Something changed: look again."""
+        if self.scheduler.has_work and not self._work.since_ns:
+            self._work.since_ns = now_ns()
+        self._publish()
+        self._wake.set()
+
+    def _end(self, generation: Generation) -> None:
+        for seq in generation.sequences:
+            if self._work.owners.pop(id(seq), None) is not None:
+                self.scheduler.remove(seq)
+                self.counters.aborted += 1
+        self._settle()
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Step for ever."""
+        while True:
+            if not self.scheduler.has_work or self.stopped:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            await self._step()
+
+    @property
+    def stopped(self) -> bool:
+        """True while a fault keeps the loop from stepping although there is work."""
+        faults = self.faults.now
+        if self.draining and faults.ignore_drain:
+            return True
+        return faults.kind == "freeze" and any(
+            generation.hit and generation.sequences[index].output_tokens >= faults.after_tokens
+            for generation, index in self._work.owners.values()
+        )
+
+    async def _step(self) -> None:
+        start_ns = now_ns()
+        self._limits = self._read_limits()
+        plan = self.scheduler.schedule(*self._limits)
+        if not plan.parts:
+            await asyncio.sleep(EMPTY_STEP_S)
+            return
+        self._publish()
+        ms = self.step_ms(plan)
+        await asyncio.sleep(max(0.0, ms / 1e3 - (now_ns() - start_ns) / 1e9))
+        self._deliver(plan)
+        self._work.progress_ns = now_ns()
+        self.counters.steps += 1
+        self.counters.prompt_tokens += plan.prefill_tokens
+        if self._shared is not None:
+            self._shared.append_step(self._record(plan, start_ns))
+        self._settle()
+
+    def step_ms(self, plan: StepPlan) -> float:
+        """Duration of a step in ms; draws the jitter."""
+        jitter = 1 + self.settings.step.jitter_share * self._rng.uniform(-1, 1)
+        ms = predict_step_ms(self._law, len(plan.parts), plan.kv_tokens, plan.prefill_tokens)
+        return ms * jitter * self.faults.now.slow_factor
+
+    def _deliver(self, plan: StepPlan) -> None:
+        for seq, _token in self.scheduler.finish(plan):
+            owner = self._work.owners.get(id(seq))
+            if owner is None:
+                continue
+            generation, index = owner
+            self.counters.generated_tokens += 1
+            self.counters.tokens_after_abort += generation.left
+            if generation.hit and self._play(generation, index, seq.output_tokens):
+                continue
+            generation.events.put_nowait(Event("token", index, seq.output_tokens, seq.finished))
+            if seq.finished:
+                del self._work.owners[id(seq)]
+                self.counters.finished += 1
+
+    def _play(self, generation: Generation, index: int, count: int) -> bool:
+        """Play a request's fault before its ``count``-th token; True when the request ended with it."""
+        faults = self.faults.now
+        if count <= faults.after_tokens:
+            return False
+        if faults.kind in ("error", "cut", "silence"):
+            generation.hit = False
+            self._end(generation)
+            generation.events.put_nowait(Event(faults.kind, index, count, last=True))
+            return True
+        return False
+
+    def _read_limits(self) -> tuple[int, int]:
+        """Running sequences and token budget for the next step, from the knobs within what is possible."""
+        knobs = self._shared.read_knobs() if self._shared is not None else Knobs()
+        hard_seqs, hard_tokens = self.settings.running_seqs_max, self.settings.step_tokens_max
+        seqs = hard_seqs if knobs.running_seqs_max is None else min(knobs.running_seqs_max, hard_seqs)
+        tokens = hard_tokens if knobs.step_tokens_max is None else min(knobs.step_tokens_max, hard_tokens)
+        return max(1, len(self.scheduler.running), seqs), max(STEP_TOKENS_MIN, tokens)
+
+    # --- signals ------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        if not self.scheduler.has_work:
+            self._work.since_ns = 0
+        self._publish()
+
+    def _record(self, plan: StepPlan, start_ns: int) -> StepRecord:
+        duration_us = max(1, (self._work.progress_ns - start_ns) // 1_000)
+        return StepRecord(
+            self.counters.steps, start_ns, duration_us, len(plan.parts), plan.prefill_tokens, plan.decode_seqs,
+            plan.kv_tokens, plan.preempted,
+        )  # fmt: skip
+
+    def gauges(self) -> EngineGauges:
+        """The engine's state."""
+        scheduler, settings = self.scheduler, self.settings
+        return EngineGauges(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_tokens_used=scheduler.pool.used_tokens,
+            kv_tokens_max=settings.kv_blocks * settings.block_tokens,
+            prefill_backlog_tokens=scheduler.prefill_backlog_tokens,
+            running_seqs_hard=settings.running_seqs_max,
+            step_tokens_hard=settings.step_tokens_max,
+            running_seqs_now=self._limits[0],
+            step_tokens_now=self._limits[1],
+            speculative_depth_now=None,
+            finished_total=self.counters.finished,
+            aborted_total=self.counters.aborted,
+            preemptions_total=scheduler.preemptions_total,
+            prefix_query_tokens_total=scheduler.prefix_query_tokens_total,
+            prefix_hit_tokens_total=scheduler.prefix_hit_tokens_total,
+            progress_ns=self._work.progress_ns,
+            work_since_ns=self._work.since_ns,
+        )
+
+    def _publish(self) -> None:
+        if self._shared is not None:
+            self._shared.write_gauges(self.gauges())
