@@ -1,8 +1,8 @@
 """Settings of the application: the ``args`` of serve_config.yaml, checked strictly.
 
-The policy families are the dataclasses of ``policies/config.py`` themselves: pydantic reads their fields, types, defaults
-and checks, so each is written once. Everything is strict: an unknown key, a string where a number belongs, ``nan``, or a
-section for a part that is switched off stops the start with path, value, reason and the nearest valid key.
+The policy families are the dataclasses of ``policies/config.py`` themselves: pydantic reads their fields, types,
+defaults and checks, so each is written once. Everything is strict: an unknown key, a string where a number belongs,
+``nan``, or a section for a part that is switched off stops the start with path, value, reason and nearest valid key.
 
 This module and the functions at its end are the only place that reads the process environment.
 """
@@ -148,7 +148,7 @@ class ModelSettings(_Strict):
     accelerator_type: str | None = None
     """Ray's name of the GPU kind, such as ``H100``; any kind when absent."""
     listen: Literal["loopback", "node"] = "loopback"
-    """Where a replica's own port listens: loopback serves gateways of the same host, node those of the whole cluster."""
+    """Where a replica's own port listens: loopback serves gateways of its host, node those of the whole cluster."""
     stuck_after_s: float = Field(default=30.0, gt=0)
     """An engine that has work and finishes no step for this long is unhealthy."""
     drain_s_max: float = Field(default=600.0, gt=0)
@@ -170,7 +170,7 @@ class GatewaySettings(_Strict):
 
     replicas: int = Field(default=1, ge=1, le=1_000)
     clients: Literal["loopback", "any"] = "loopback"
-    """Who is answered: clients on this host only, or any. There are no API keys yet: keep the port private with ``any``."""
+    """Who is answered: clients on this host, or any. There are no API keys yet: with ``any`` keep the port private."""
     body_bytes_max: int = Field(default=8_000_000, ge=1)
     """A larger request body is refused with 413 before it is parsed."""
     connect_timeout_ms: float = Field(default=2_000.0, gt=0)
@@ -285,9 +285,17 @@ def _engine_arg_paths() -> set[str]:
 
 
 def cache_dir() -> Path:
-    """Return the folder of converted models: ``TIDEGATE_CACHE``, else ``XDG_CACHE_HOME/tidegate``, else ``~/.cache/tidegate``."""
+    """Return the folder of converted models.
+
+    ``TIDEGATE_CACHE`` where it is set, else ``XDG_CACHE_HOME/tidegate``, else ``~/.cache/tidegate``.
+    """
     own = os.environ.get("TIDEGATE_CACHE")
     if own:
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "tidegate"
+
+
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment with ``extra`` on top, for a child process."""
+    return {**os.environ, **extra}

@@ -127,7 +127,7 @@ def unit_of(key: str) -> str:
 
 
 def problems_of(model: type[BaseModel], error: ValidationError, further: Iterable[str] = ()) -> list[str]:
-    """Return one line per problem pydantic found in values of ``model``; ``further`` are valid paths it does not know."""
+    """Return one line per problem that pydantic found; ``further`` are valid paths that ``model`` does not know."""
     valid, others = key_paths(model), set(further)
     lines = [_line(item, valid, others) for item in error.errors(include_url=False)]
     return list(dict.fromkeys(lines))
@@ -165,8 +165,4 @@ def _why(path: str, item: Any) -> str:
         )
         return f"must be {expected}" + (f"; did you mean '{close[0]}'?" if close else "")
     message = str(item["msg"]).removeprefix("Value error, ").removeprefix("Input should ")
-    return (
-        f"must {message}"
-        if message.startswith("be ") or message.startswith("have ")
-        else message[:1].lower() + message[1:]
-    )
+    return f"must {message}" if message.startswith(("be ", "have ")) else message[:1].lower() + message[1:]
