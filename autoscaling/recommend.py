@@ -1,0 +1,260 @@
+"""Recommend: how many replicas the load needs within the objectives. Implements the control loop's ``Scaler``.
+
+Two questions are asked at each tick, and the larger answer counts::
+
+    load       ceil(share of the demand / headroom)                 share: autoscaling/capacity.py
+    pressure   where every replica is busy and more waits than can start within the TTFT objective (or TTFT is missed
+               and prompts alone would meet it): at least one more than run; more when the queue, at its present slope,
+               cannot be started at the end of :data:`HORIZON_S`
+
+More replicas than requests were open at once lately help nobody: the load's answer is bounded by that.
+Pressure is silent while replicas are pending (they are the answer to it, so a slow start never makes a fleet run away)
+and for :data:`SETTLE_NS` after their number changed. Before any step model can be trusted, load is open requests over
+``inflight_target``.
+
+Going down is asked for only where the remaining replicas carry the load with headroom and a tolerance:
+``share <= n * headroom * DOWN_TOLERANCE``; never when blind, partly blind, without a fresh gateway or without Serve's
+own word. ``autoscaling/stabilise.py`` turns the asks of many ticks into a target.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from policies.config import PolicyConfig
+from policies.control.scaler import ScaleAdvice
+from policies.control.signals import Signals
+from policies.types import Reason, ReplicaState
+
+from autoscaling.capacity import Capacity, mean_capacity
+from autoscaling.demand import Demand, DemandMeter
+from autoscaling.stabilise import Ask, Stabiliser
+
+DOWN_TOLERANCE = 0.8
+"""Going down is asked for only with this much more room than going up: the two must not meet within noise."""
+
+BUSY_SHARE_FULL = 0.95
+"""Busy share from which an engine counts as saturated."""
+
+SAMPLES_MIN = 5
+"""Values of a latency histogram needed before its quantile counts."""
+
+HORIZON_S = 30.0
+"""How far ahead the queue is judged: about the time a new replica takes to serve."""
+
+SLOPE_NS = 12_000_000_000
+"""The queue's slope is taken over this time."""
+
+SLOPE_SAMPLES_MAX = 512
+"""Lengths of the queue kept for its slope."""
+
+SETTLE_NS = 15_000_000_000
+"""Pressure is not judged for this time after the number of replicas changed: older figures are in every window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """What the queue says. ``replicas`` is 0 where it asks for nothing."""
+
+    replicas: int
+    reason: Reason
+    startable: float | None
+    """Requests that can start within the TTFT objective."""
+    slope_ps: float | None
+    """Growth of the queue per second."""
+
+
+_NO_PRESSURE = Pressure(0, Reason("NoPressure", "nothing waits for longer than it may"), None, None)
+
+
+class ReplicaScaler:
+    """Number of replicas of one model.
+
+    Args:
+        config: scaling bounds and pace, objectives, and the trust threshold of step models are read from it.
+    """
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self._config = config
+        self._meter = DemandMeter()
+        self._stabiliser = Stabiliser(config.scaling)
+        self._queue: deque[tuple[int, int]] = deque(maxlen=SLOPE_SAMPLES_MAX)
+        self._inflight: deque[tuple[int, int]] = deque(maxlen=SLOPE_SAMPLES_MAX)
+        self._running: int | None = None
+        self._changed_ns: int | None = None
+
+    def recommend(self, signals: Signals, now_ns: int) -> ScaleAdvice:
+        """One tick; see the module."""
+        demand = self._meter.measure(signals, now_ns)
+        running = signals.fleet.replicas_running if signals.fleet else len(signals.fresh) + signals.unknown_replicas
+        adopted = self._stabiliser.adopt(signals.fleet, running, now_ns)
+        self._follow(signals, demand, running, now_ns)
+        if signals.blind:
+            held = self._stabiliser.hold(Reason("HeldBlind", "no gateway and no replica reports: the number stays"))
+            if held is None:
+                return ScaleAdvice(None, Reason("Unknown", "nothing is known of the fleet yet"))
+            return ScaleAdvice(held.target, held.reason, {"replicas_running": running}, held.stages, held.held)
+        if self._stabiliser.target is None:
+            return ScaleAdvice(None, Reason("Unknown", "no replica runs and Serve has not spoken yet"))
+        capacity = mean_capacity(signals.serving, demand, self._config.objectives, self._config.batching.samples_min)
+        pending = max(0, self._stabiliser.target - running)
+        pressure = self._pressure(signals, demand, capacity, running, pending, now_ns)
+        ask, share = self._ask(demand, capacity, pressure, running)
+        result = self._stabiliser.step(ask, running, signals.fleet, _hold_down(signals), now_ns)
+        stages = (adopted, *result.stages) if adopted else result.stages
+        inputs = _inputs(signals, demand, capacity, pressure, share, running)
+        inputs |= {"ask_up": ask.up, "ask_down": ask.down}
+        return ScaleAdvice(result.target, result.reason, inputs, stages, result.held)
+
+    def _follow(self, signals: Signals, demand: Demand, running: int, now_ns: int) -> None:
+        if self._running is not None and running != self._running:
+            self._changed_ns = now_ns
+            self._queue.clear()
+        self._running = running
+        if signals.queue is not None:
+            self._queue.append((now_ns, signals.queue))
+            self._inflight.append((now_ns, demand.inflight))
+        for samples in (self._queue, self._inflight):
+            while samples and now_ns - samples[0][0] > SLOPE_NS:
+                samples.popleft()
+
+    def _ask(
+        self, demand: Demand, capacity: Capacity | None, pressure: Pressure, running: int
+    ) -> tuple[Ask, float | None]:
+        headroom, target = self._config.scaling.headroom, self._config.scaling.inflight_target
+        if capacity is None:
+            share = None
+            up = max(1, math.ceil(demand.inflight / target))
+            down = max(1, math.ceil(demand.inflight / (target * DOWN_TOLERANCE)))
+            text = f"{demand.inflight} open requests at {target} per replica"
+            reason = Reason("InflightTarget", text)
+        else:
+            share = capacity.share(demand.prefill_tps, demand.decode_tps, demand.kv_tokens)
+            up = max(1, _ceil(share / headroom))
+            down = max(1, _ceil(share / (headroom * DOWN_TOLERANCE)))
+            text = f"the load fills {share:.2f} replicas, planned to {headroom:.0%}"
+            reason = Reason("Demand", text)
+            open_max = max((n for _, n in self._inflight), default=0)
+            if up > max(1, open_max):
+                up = max(1, open_max)
+                reason = Reason("FewRequests", f"{text}, but only {open_max} requests were open at once")
+        if pressure.replicas > up:
+            up, reason = pressure.replicas, pressure.reason
+        if pressure.replicas:
+            down = max(down, running)
+        return Ask(up, max(up, down), reason), share
+
+    def _pressure(
+        self, signals: Signals, demand: Demand, capacity: Capacity | None, running: int, pending: int, now_ns: int
+    ) -> Pressure:
+        if pending or not _all_busy(signals, running):
+            return _NO_PRESSURE
+        if self._changed_ns is not None and now_ns - self._changed_ns < SETTLE_NS:
+            return _NO_PRESSURE
+        rate = _requests_ps(demand, capacity)
+        ttft_s = self._config.objectives.ttft_ms / 1000
+        startable = running * rate * ttft_s if rate is not None else 0.0
+        missed_ms = self._ttft_missed_ms(signals, demand, capacity)
+        slope = self._slope_ps()
+        if demand.queue <= startable and missed_ms is None:
+            return Pressure(0, _NO_PRESSURE.reason, startable, slope)
+        if slope < 0 and demand.queue + slope * HORIZON_S <= startable:
+            text = f"{demand.queue} wait, but the queue shrinks by {-slope:.2f} a second"
+            return Pressure(0, Reason("QueueShrinks", text), startable, slope)
+        more = 1
+        if rate is not None:
+            missing_ps = slope + (demand.queue - startable) / HORIZON_S
+            more = max(1, _ceil(missing_ps / rate))
+        if demand.queue > startable:
+            text = f"all are busy and {demand.queue} wait, {startable:.1f} can start within {ttft_s:g} s"
+            return Pressure(running + more, Reason("QueuePressure", text), startable, slope)
+        text = f"all are busy and TTFT is {missed_ms:.0f} ms, objective {self._config.objectives.ttft_ms:.0f} ms"
+        return Pressure(running + more, Reason("TtftMissed", text), startable, slope)
+
+    def _ttft_missed_ms(self, signals: Signals, demand: Demand, capacity: Capacity | None) -> float | None:
+        """TTFT at the quantile where it misses the objective and more replicas can cure that, else ``None``."""
+        objectives = self._config.objectives
+        if signals.traffic is None or signals.traffic.ttft.count < SAMPLES_MIN:
+            return None
+        value = signals.traffic.ttft.quantile_ms(objectives.quantile)
+        if value is None or value <= objectives.ttft_ms:
+            return None
+        requests = signals.work.running + signals.work.waiting if signals.work else 0
+        if requests <= len(signals.serving):
+            return None
+        prompt_ms = (demand.prompt_tokens_mean or 0.0) * (capacity.prefill_token_ms if capacity else 0.0)
+        return value if prompt_ms < objectives.ttft_ms else None
+
+    def _slope_ps(self) -> float:
+        """Growth of the queue per second, from the means of its older and newer half; 0 while too little is known."""
+        half = len(self._queue) // 2
+        if half < 2:
+            return 0.0
+        values = list(self._queue)
+        older, newer = values[:half], values[-half:]
+        elapsed_s = (_mean_ns(newer) - _mean_ns(older)) / 1e9
+        growth = sum(q for _, q in newer) / half - sum(q for _, q in older) / half
+        return growth / elapsed_s if elapsed_s > 0 else 0.0
+
+
+def _hold_down(signals: Signals) -> Reason | None:
+    """Why the number of replicas must not fall at this tick, if it must not."""
+    if signals.fleet is None:
+        return Reason("HeldNoFleetView", "Serve has not said how many replicas run: the number does not fall")
+    if signals.unknown_replicas:
+        text = f"{signals.unknown_replicas} replicas run and say nothing, they may be full: the number does not fall"
+        return Reason("HeldPartial", text)
+    if signals.traffic is None:
+        return Reason("HeldNoGateway", "no gateway reports, requests may be waiting there: the number does not fall")
+    return None
+
+
+def _all_busy(signals: Signals, running: int) -> bool:
+    """Whether every running replica is saturated; one that says nothing counts as empty, a stuck one as full."""
+    busy = [r.busy_share for r in signals.serving]
+    stuck = sum(1 for r in signals.fresh if r.latest.state is ReplicaState.STUCK)
+    return 0 < running <= len(busy) + stuck and all(b is not None and b >= BUSY_SHARE_FULL for b in busy)
+
+
+def _requests_ps(demand: Demand, capacity: Capacity | None) -> float | None:
+    if capacity is None or demand.prompt_tokens_mean is None or demand.output_tokens_mean is None:
+        return None
+    return capacity.requests_ps(demand.prompt_tokens_mean, demand.output_tokens_mean)
+
+
+def _mean_ns(samples: list[tuple[int, int]]) -> float:
+    return sum(t for t, _ in samples) / len(samples)
+
+
+def _ceil(value: float) -> int:
+    """Ceiling that forgives the last digits of a float."""
+    return math.ceil(value - 1e-9)
+
+
+def _inputs(
+    signals: Signals,
+    demand: Demand,
+    capacity: Capacity | None,
+    pressure: Pressure,
+    share: float | None,
+    running: int,
+) -> dict[str, float | int | str | None]:
+    return {
+        "replicas_running": running,
+        "replicas_reporting": len(signals.serving),
+        "replicas_unknown": signals.unknown_replicas,
+        "demand_prefill_tps": demand.prefill_tps,
+        "demand_decode_tps": demand.decode_tps,
+        "demand_kv_tokens": demand.kv_tokens,
+        "demand_share": share,
+        "queue": demand.queue,
+        "inflight": demand.inflight,
+        "capacity_batch": capacity.batch if capacity else None,
+        "capacity_decode_token_ms": capacity.decode_token_ms if capacity else None,
+        "capacity_prefill_token_ms": capacity.prefill_token_ms if capacity else None,
+        "busy_share": signals.work.busy_share if signals.work else None,
+        "startable_requests": pressure.startable,
+        "queue_slope_ps": pressure.slope_ps,
+    }
