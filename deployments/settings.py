@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from deployments.engine_arguments import engine_arg_names
-from deployments.settings_errors import SettingsError, key_paths, problems_of, unknown_key
+from deployments.settings_errors import SettingsError, key_paths, problems_of, shown, unknown_key
 from policies.config import (
     AdmissionConfig,
     AffinityConfig,
@@ -197,16 +197,22 @@ class Settings(_Strict):
     control: ControlConfig = Field(default_factory=ControlConfig)
 
     @classmethod
-    def load(cls, args: Mapping[str, Any] | None) -> Self:
+    def load(cls, args: Mapping[str, Any] | None, elsewhere: Iterable[str] = ()) -> Self:
         """Check ``args`` and return the settings.
+
+        Args:
+            args: the ``args`` of the application, as YAML or JSON gave them.
+            elsewhere: valid keys outside of ``args``, to tell a misplaced one where it belongs.
 
         Raises:
             SettingsError: lines ``path: value: why; did you mean 'x'?``, one per problem.
         """
+        if args is not None and not isinstance(args, Mapping):
+            raise SettingsError([f"args: {shown(args)}: must be a section (key: value lines)"])
         try:
             settings = cls.model_validate_json(json.dumps(dict(args or {}), default=str))
         except ValidationError as error:
-            raise SettingsError(problems_of(cls, error, _engine_arg_paths())) from None
+            raise SettingsError(problems_of(cls, error, _engine_arg_paths() | set(elsewhere))) from None
         problems = [*_switched_off(settings), *_contradictions(settings), *_engine_args(settings.model)]
         if problems:
             raise SettingsError(problems)
