@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from policies.admission.limits import Admission
 from policies.config import PolicyConfig
+from policies.control.loop import ControlState
+from policies.control.scaler import Scaler
 from policies.faults import RetryBudget
 from policies.flow import FlowContext
 from policies.plan_follower import PlanFollower
@@ -56,3 +58,8 @@ def build_policies(config: PolicyConfig, seed: int) -> Policies:
         index=index,
         plan_follower=PlanFollower(),
     )
+
+
+def build_control(config: PolicyConfig, scaler: Scaler, epoch: str) -> ControlState:
+    """What one life of the controller remembers; ``epoch`` must never have been used by another life."""
+    return ControlState(config, scaler, epoch)

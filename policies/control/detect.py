@@ -201,9 +201,7 @@ class Detector:
         without_one = busy * n / (n - 1) if n > 1 else busy
         evidence = {"replicas": float(n), "busy_share": busy, "busy_share_without_one": without_one}
         text = f"{n} replicas are {busy:.0%} busy; one fewer would be {without_one:.0%} busy"
-        return Verdict(
-            without_one < 0.5 and signals.queue == 0, without_one > 0.6 or signals.queue > 0, evidence, text
-        )
+        return Verdict(without_one < 0.5 and signals.queue == 0, without_one > 0.6 or signals.queue > 0, evidence, text)
 
     @staticmethod
     def _signal_loss(signals: Signals) -> Verdict:
@@ -241,7 +239,5 @@ def is_stuck(replica: ReplicaSignals) -> bool:
         idle_ms += sample.value.window_ms
     longest_ms = 0.0
     if latest.step_model is not None:
-        longest_ms = predict_step_ms(
-            latest.step_model, latest.running, latest.kv_tokens_used, latest.step_tokens_hard
-        )
+        longest_ms = predict_step_ms(latest.step_model, latest.running, latest.kv_tokens_used, latest.step_tokens_hard)
     return idle_ms >= max(STUCK_MS, 2 * longest_ms)
