@@ -1,0 +1,400 @@
+"""Drives one request's ``RequestFlow`` on asyncio: does what the effects say, reports what came of it as events.
+
+The same driver serves HTTP clients and calls on the deployment handle; they differ in their :class:`Sink` alone. It
+runs in one task, and two things may stop it from outside through :meth:`RequestDriver.interrupt`: the client left, or a
+replica stayed silent for too long. A cancellation from elsewhere (Serve cancels the call of a client that left) counts
+as the former. Cleaning up after either awaits nothing, so the connection to the replica is closed, and with it the
+engine's work aborted, before the task gives up control.
+
+It must not decide: whether to retry, wait, or answer with which error is the flow's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol
+
+from deployments.clock import now_ns
+from deployments.endpoints import Endpoint
+from deployments.errors import ERROR_BODY_BYTES_MAX, GatewayError, engine_error
+from deployments.gate import GATE_HEADER, REFUSED_HEADER
+from deployments.relay import (
+    ERROR_KEY,
+    ReplicaUnreachableError,
+    Tail,
+    Upstream,
+    UpstreamBrokenError,
+    has_stream_error,
+    relayed_headers,
+    usage_of,
+)
+from policies.events import (
+    AbortUpstream,
+    Arrived,
+    ClientGone,
+    Dispatch,
+    Effect,
+    Event,
+    Finish,
+    FirstByte,
+    RefusalKind,
+    Relay,
+    ReplicaRefused,
+    ResponseEnded,
+    ResponseStarted,
+    Route,
+    Routed,
+    SendError,
+    SendStreamError,
+    UpstreamFailed,
+    UpstreamFailure,
+    Usage,
+    WaitForReplica,
+)
+from policies.flow import RequestFlow
+from policies.types import ReplicaId, Request
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from deployments.core import GatewayCore
+
+logger = logging.getLogger("ray.serve")
+
+
+class Interrupt(Enum):
+    """Why a driver is stopped from outside."""
+
+    CLIENT_GONE = auto()
+    SILENCE = auto()
+
+
+class Sink(Protocol):
+    """The client's side of one request. Each coroutine waits while the client cannot take more."""
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """The response's head."""
+
+    async def body(self, chunk: bytes) -> None:
+        """The next bytes of its body."""
+
+    async def end(self) -> None:
+        """The body is complete."""
+
+    async def error(self, error: GatewayError, headers: list[tuple[bytes, bytes]]) -> None:
+        """The whole response is this error; nothing was sent before."""
+
+    async def stream_error(self, error: GatewayError, is_stream: bool) -> None:
+        """The response that was begun ends here, so that nobody takes it for complete."""
+
+
+class RequestDriver:
+    """One request from its arrival to its end. ``run`` is called once."""
+
+    def __init__(
+        self,
+        core: GatewayCore,
+        endpoint: Endpoint,
+        request: Request,
+        body: bytes,
+        sink: Sink,
+        prompt_bytes: int = 0,
+        client_request_id: str = "",
+    ) -> None:
+        self.flow = RequestFlow(core.policies.flow_context, request)
+        self.request = request
+        self.upstream_since_ns = 0
+        """Since when the replica has been silent while it is its turn; 0 while it is not."""
+        self.client_since_ns = 0
+        """Since when the client has taken nothing while it is its turn; 0 while it is not."""
+        self.first_byte_seen = False
+        self.waiting_for_replica = False
+        self._core = core
+        self._endpoint = endpoint
+        self._body = body
+        self._sink = sink
+        self._prompt_bytes = prompt_bytes
+        self._client_request_id = client_request_id
+        self._task: asyncio.Task[object] | None = None
+        self._interrupt: Interrupt | None = None
+        self._upstream: Upstream | None = None
+        self._response: aiohttp.ClientResponse | None = None
+        self._first_chunk = b""
+        self._started = False
+        self._is_stream = False
+        self._sent_ns = 0
+        self._first_byte_ns = 0
+        self._usage = Usage()
+        self._events = 0
+        self._over = False
+        self._failed_why = ""
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve the request. Raises ``CancelledError`` when cancelled from outside, never anything else."""
+        self._task = asyncio.current_task()
+        self._core.enter(self)
+        try:
+            effects = self.flow.step(Arrived(), now_ns())
+            while (event := await self._next_event(effects)) is not None:
+                effects = self.flow.step(event, now_ns())
+        except Exception:
+            logger.exception("Request %s failed in the gateway.", self.request.request_id)
+            await self._last_resort()
+        finally:
+            self._over = True
+            self._core.leave(self)
+
+    def interrupt(self, why: Interrupt) -> None:
+        """Stop waiting for whatever the driver waits for, because of ``why``."""
+        if self._task is None or self._over or self._interrupt is not None:
+            return
+        self._interrupt = why
+        self._task.cancel()
+
+    async def _next_event(self, effects: list[Effect]) -> Event | None:
+        """Do ``effects``; what came of them, or ``None`` when the request is over."""
+        try:
+            return await self._perform(effects)
+        except asyncio.CancelledError:
+            why, self._interrupt = self._interrupt, None
+            mine = why is not None and self._task is not None and self._task.uncancel() == 0
+            self.upstream_since_ns = self.client_since_ns = 0
+            if mine and why is Interrupt.SILENCE and not self.flow.done:
+                return UpstreamFailed(UpstreamFailure.TIMEOUT)
+            self._client_gone()
+            if mine:
+                return None
+            raise
+
+    async def _perform(self, effects: list[Effect]) -> Event | None:
+        if not effects:
+            return await self._stream()
+        if isinstance(effects[-1], Finish):
+            self._finished(effects[-1])
+        event: Event | None = None
+        for effect in effects:
+            match effect:
+                case Route(exclude=exclude):
+                    self.upstream_since_ns = 0
+                    event = Routed(await self._core.route(self.request, exclude))
+                case Dispatch(replica_id=replica_id):
+                    event = await self._dispatch(replica_id)
+                case Relay():
+                    event = await self._relay()
+                case AbortUpstream():
+                    self._abort()
+                case SendError():
+                    await self._send_error(effect)
+                case SendStreamError():
+                    error = GatewayError(502, effect.type, effect.code, effect.message)
+                    await self._sink.stream_error(error, self._is_stream)
+                case WaitForReplica(ms=ms, exclude=exclude):
+                    event = await self._wait(ms, exclude)
+                case _:
+                    pass
+        return event
+
+    # --- effects ------------------------------------------------------------------------------------------------------
+
+    async def _wait(self, ms: float, exclude: frozenset[ReplicaId]) -> Event:
+        self.waiting_for_replica = True
+        self.upstream_since_ns = 0
+        try:
+            return await self._core.wait_for_replica(self.request, ms, exclude)
+        finally:
+            self.waiting_for_replica = False
+
+    async def _dispatch(self, replica_id: ReplicaId) -> Event:
+        core, request = self._core, self.request
+        target = core.membership.targets.get(replica_id)
+        if target is None:
+            return ReplicaRefused(RefusalKind.CONNECT)
+        if self._failed_why:
+            core.meter.retried(self._failed_why)
+        if self.flow.choice is not None:
+            core.meter.dispatched(self.flow.choice, replica_id, request.prompt_tokens)
+        headers = {
+            "content-type": "application/json",
+            "x-request-id": request.request_id,
+            GATE_HEADER: target.gate,
+        }
+        upstream = self._upstream = Upstream(core.session)
+        self.first_byte_seen = False
+        self._sent_ns = self.upstream_since_ns = now_ns()
+        try:
+            response = await upstream.open(target.url + self._endpoint.path, headers, self._body)
+        except ReplicaUnreachableError as error:
+            self._failed_why = "unreachable"
+            if error.refused:
+                core.drop_replica(replica_id)
+            return ReplicaRefused(RefusalKind.CONNECT)
+        except UpstreamBrokenError as error:
+            self._failed_why = error.kind.value
+            return UpstreamFailed(error.kind)
+        if response.status == 503 and REFUSED_HEADER in response.headers:
+            self._abort()
+            self._failed_why = "draining"
+            return ReplicaRefused(RefusalKind.DRAINING)
+        if response.status == 403:  # the gate's answer to an address that is another replica's by now
+            self._abort()
+            self._failed_why = "gate"
+            return ReplicaRefused(RefusalKind.CONNECT)
+        self._response = response
+        return ResponseStarted(response.status)
+
+    async def _relay(self) -> Event:
+        """Wait for the first body byte. Answers with an error status are read whole and written again in our shape."""
+        upstream, response = self._upstream, self._response
+        assert upstream is not None
+        assert response is not None
+        try:
+            if response.status >= 400:
+                return await self._relay_error(upstream, response)
+            chunk = await upstream.chunk()
+        except UpstreamBrokenError as error:
+            self._failed_why = error.kind.value
+            return UpstreamFailed(error.kind)
+        self.upstream_since_ns = 0
+        if not chunk:
+            await self._sink.start(response.status, self._headers(response))
+            await self._sink.end()
+            return ResponseEnded()
+        self.first_byte_seen = True
+        self._first_chunk = chunk
+        self._first_byte_ns = now_ns()
+        self._is_stream = response.content_type == "text/event-stream"
+        if self._is_stream:
+            request, choice = self.request, self.flow.choice
+            predicted = choice.predicted_ttft_ms.get(self.flow.replica_id or "") if choice is not None else None
+            since_dispatch = self._first_byte_ns - self._sent_ns
+            self._core.meter.first_byte(
+                request.endpoint, self._first_byte_ns - request.arrival_ns, since_dispatch, predicted
+            )
+        return FirstByte()
+
+    async def _relay_error(self, upstream: Upstream, response: aiohttp.ClientResponse) -> Event:
+        body = await upstream.read_all(ERROR_BODY_BYTES_MAX)
+        self.upstream_since_ns = 0
+        error = engine_error(response.status, response.content_type, body)
+        after = response.headers.get("retry-after", "")
+        error.retry_after_s = float(after) if after.isdigit() and len(after) < 8 else None
+        await self._sink.error(error, self._own_headers())
+        return ResponseEnded()
+
+    async def _stream(self) -> Event:
+        """Pass the body on, chunk by chunk. The hot loop of the gateway: keep it small."""
+        upstream, response, sink = self._upstream, self._response, self._sink
+        assert upstream is not None
+        assert response is not None
+        read, send, add_gap, clock = upstream.chunk, sink.body, self._core.meter.itl.add, now_ns
+        is_stream, tail, stream_error, events = self._is_stream, Tail(), False, 0
+        keep = tail.chunks.append
+        chunk, at_ns = self._first_chunk, self._first_byte_ns
+        self._first_chunk = b""
+        self._started = True
+        self.client_since_ns = at_ns
+        await sink.start(response.status, self._headers(response))
+        try:
+            while chunk:
+                keep(chunk)
+                if is_stream:
+                    events += chunk.count(b"data:")
+                    if ERROR_KEY in chunk and not stream_error:
+                        stream_error = has_stream_error(tail.bytes())
+                self.client_since_ns = at_ns
+                await send(chunk)
+                self.client_since_ns, self.upstream_since_ns = 0, at_ns
+                chunk = await read()
+                now = clock()
+                if is_stream and chunk:
+                    add_gap(now - at_ns)
+                at_ns = now
+                self.upstream_since_ns = 0
+        except UpstreamBrokenError as error:
+            self._events = events
+            return UpstreamFailed(error.kind)
+        self._events = events
+        end = tail.bytes()
+        if is_stream and not stream_error and self._endpoint.end_mark not in end:
+            return UpstreamFailed(UpstreamFailure.PROTOCOL)
+        self._usage = usage_of(end)
+        self.client_since_ns = at_ns
+        await sink.end()
+        return ResponseEnded(self._usage, stream_error)
+
+    async def _send_error(self, effect: SendError) -> None:
+        error = GatewayError(effect.status, effect.type, effect.code, effect.message, None, effect.retry_after_s)
+        self.client_since_ns = now_ns()
+        await self._sink.error(error, self._own_headers())
+
+    def _abort(self) -> None:
+        if self._upstream is not None:
+            self._upstream.abort()
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _client_gone(self) -> None:
+        """Nothing here awaits: see the module."""
+        for effect in self.flow.step(ClientGone(), now_ns()):
+            if isinstance(effect, AbortUpstream):
+                self._abort()
+            elif isinstance(effect, Finish):
+                self._finished(effect)
+        self._abort()
+
+    async def _last_resort(self) -> None:
+        """A mistake of our own: give everything back and answer with what is true."""
+        self._client_gone()
+        request_id = self.request.request_id
+        message = f"The gateway failed while it handled the request; its log has the reason under {request_id}."
+        error = GatewayError(502, "server_error", "gateway_error", message)
+        try:
+            if self._started:
+                await self._sink.stream_error(error, self._is_stream)
+            else:
+                await self._sink.error(error, self._own_headers())
+        except Exception:
+            logger.exception("Request %s could not be answered.", request_id)
+
+    def _finished(self, finish: Finish) -> None:
+        request, usage, core = self.request, self._usage, self._core
+        e2e_ns = now_ns() - request.arrival_ns
+        output_tokens = usage.output_tokens if usage.output_tokens is not None else self._events
+        core.meter.ended(request.endpoint, finish, e2e_ns, usage, output_tokens)
+        if usage.prompt_tokens and self._endpoint.prompt_weight == 1:
+            core.ratio.observe(self._prompt_bytes, usage.prompt_tokens)
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        ttft_ms = (self._first_byte_ns - request.arrival_ns) / 1e6 if self._first_byte_ns else None
+        line = {
+            "event": "request_end",
+            "id": request.request_id,
+            "client_id": self._client_request_id,
+            "endpoint": request.endpoint,
+            "status": self._response.status if self._response is not None else None,
+            "outcome": finish.outcome.value,
+            "reason": finish.reason.code,
+            "replica": self.flow.replica_id,
+            "attempts": self.flow.attempts,
+            "ttft_ms": None if ttft_ms is None else round(ttft_ms, 3),
+            "e2e_ms": round(e2e_ns / 1e6, 3),
+            "prompt_tokens": usage.prompt_tokens,
+            "output_tokens": output_tokens,
+        }
+        logger.info(json.dumps(line), extra={"log_to_stderr": False})
+
+    # --- headers ------------------------------------------------------------------------------------------------------
+
+    def _headers(self, response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+        return [*relayed_headers(response), *self._own_headers()]
+
+    def _own_headers(self) -> list[tuple[bytes, bytes]]:
+        headers = [(b"x-request-id", self.request.request_id.encode())]
+        if self.flow.replica_id is not None:
+            headers.append((b"x-tidegate-replica", self.flow.replica_id.encode()))
+        return headers

@@ -1,0 +1,117 @@
+"""The table of what the gateway answers: path, method, how a prompt lies in the body, which dialect errors speak.
+
+One row per endpoint of the engine's native application that is relayed, and one per endpoint the gateway answers
+itself. Whatever is not here is a 404; a path asked with another method is a 405 that names the allowed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class PromptKind(StrEnum):
+    """Where the prompt lies in a request body."""
+
+    CHAT = "chat"
+    """``messages`` (and ``tools``), as OpenAI's chat completions and Anthropic's messages have it."""
+    PROMPT = "prompt"
+    """``prompt``: text, token ids, or a list of either."""
+    INPUT = "input"
+    """``input``: text, token ids, a list of either, or response items; ``instructions`` before it."""
+    TOKENS = "tokens"
+    """``tokens``: ids to be turned into text."""
+    PROMPT_OR_CHAT = "prompt_or_chat"
+
+
+class Dialect(StrEnum):
+    """Whose clients read an endpoint's errors."""
+
+    OPENAI = "openai"
+    RESPONSES = "responses"
+    """OpenAI's, with named events in a stream."""
+    ANTHROPIC = "anthropic"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One endpoint that is relayed to a replica by POST."""
+
+    path: str
+    prompt: PromptKind
+    dialect: Dialect = Dialect.OPENAI
+    generates: bool = True
+    """Runs the model's decode loop; the others produce no output tokens."""
+    streams: bool = True
+    """``stream: true`` means something here."""
+    model_optional: bool = False
+    prompt_weight: float = 1.0
+    """Load of a prompt token, in computed prompt tokens: tokenising is far cheaper than prefill."""
+    end_mark: bytes = b""
+    """In the last event of every complete stream; a stream that ends without it was cut."""
+
+
+_TOKENISE_WEIGHT = 1 / 64
+
+RELAYED: Mapping[str, Endpoint] = MappingProxyType(
+    {
+        e.path: e
+        for e in (
+            Endpoint("/v1/chat/completions", PromptKind.CHAT, end_mark=b"[DONE]"),
+            Endpoint("/v1/completions", PromptKind.PROMPT, end_mark=b"[DONE]"),
+            Endpoint("/v1/responses", PromptKind.INPUT, Dialect.RESPONSES),
+            Endpoint("/v1/messages", PromptKind.CHAT, Dialect.ANTHROPIC, end_mark=b"message_stop"),
+            Endpoint(
+                "/v1/messages/count_tokens",
+                PromptKind.CHAT,
+                Dialect.ANTHROPIC,
+                generates=False,
+                streams=False,
+                prompt_weight=_TOKENISE_WEIGHT,
+            ),
+            Endpoint("/v1/embeddings", PromptKind.INPUT, generates=False, streams=False),
+            Endpoint(
+                "/tokenize",
+                PromptKind.PROMPT_OR_CHAT,
+                generates=False,
+                streams=False,
+                model_optional=True,
+                prompt_weight=_TOKENISE_WEIGHT,
+            ),
+            Endpoint(
+                "/detokenize",
+                PromptKind.TOKENS,
+                generates=False,
+                streams=False,
+                model_optional=True,
+                prompt_weight=_TOKENISE_WEIGHT,
+            ),
+        )
+    }
+)
+"""Endpoints of the engine's native application, by path."""
+
+OWN: Mapping[str, str] = MappingProxyType(
+    {
+        "/health": "at least one replica is ready",
+        "/metrics": "Prometheus text of this gateway",
+        "/v1/models": "the models that may be asked for",
+        "/control/state": "signals, conditions and plan of the controller",
+        "/control/decisions": "the controller's ledger",
+    }
+)
+"""Endpoints the gateway answers itself, all by GET."""
+
+MODEL_PREFIX = "/v1/models/"
+"""``GET /v1/models/<name>`` describes one model."""
+
+
+def allowed_methods(path: str) -> tuple[str, ...]:
+    """Methods ``path`` answers, in the order of an ``Allow`` header; empty for an unknown path."""
+    if path in RELAYED:
+        return ("POST", "OPTIONS")
+    if path in OWN or (path.startswith(MODEL_PREFIX) and len(path) > len(MODEL_PREFIX)):
+        return ("GET", "HEAD", "OPTIONS")
+    return ()

@@ -1,0 +1,183 @@
+"""The gateway's API for Python: methods on its deployment handle, through the same flow as HTTP, without HTTP.
+
+    handle = serve.get_app_handle("tidegate")
+    answer = await handle.chat.remote({"model": ..., "messages": [...]})                       # one dict
+    async for chunk in handle.options(stream=True).chat.remote({..., "stream": True}):         # chunk dicts
+        ...
+
+Each method takes the body its HTTP endpoint takes. With ``"stream": true`` in it the handle needs ``stream=True`` too:
+Serve hands over a generator only then. Errors are :class:`GatewayError` with status, type, code and message. A cancelled
+call, or a generator that is closed early, aborts the engine's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import msgspec
+
+from deployments.clock import now_ns
+from deployments.core import GatewayCore
+from deployments.driver import Interrupt, RequestDriver
+from deployments.endpoints import RELAYED, Endpoint
+from deployments.errors import GatewayError, bad_request, engine_error
+
+CHUNKS_MAX = 64
+"""Chunks of a stream that wait for their reader; the replica is not read from while there are more."""
+
+_END = object()
+
+
+class CollectSink:
+    """Keeps a whole answer."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.problem: GatewayError | None = None
+        self._parts: list[bytes] = []
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:  # noqa: ARG002
+        """Note the status."""
+        self.status = status
+
+    async def body(self, chunk: bytes) -> None:
+        """Keep the bytes."""
+        self._parts.append(chunk)
+
+    async def end(self) -> None:
+        """Nothing more comes."""
+
+    async def error(self, error: GatewayError, headers: list[tuple[bytes, bytes]]) -> None:  # noqa: ARG002
+        """Keep the error for the caller."""
+        self.problem = error
+
+    async def stream_error(self, error: GatewayError, is_stream: bool) -> None:  # noqa: ARG002
+        """Keep the error for the caller."""
+        self.problem = error
+
+    def value(self) -> dict[str, Any]:
+        """The answer as a dict; raises what the request ended with otherwise."""
+        if self.problem is not None:
+            raise self.problem
+        try:
+            value = msgspec.json.decode(b"".join(self._parts))
+        except msgspec.DecodeError:
+            value = None
+        if not isinstance(value, dict):
+            raise GatewayError(502, "server_error", "engine_error", "The engine's answer is not a JSON object.")
+        return value
+
+
+class QueueSink:
+    """Hands chunks to a generator, at most ``CHUNKS_MAX`` ahead of it."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Any] = asyncio.Queue(CHUNKS_MAX)
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """A stream's head says nothing its reader needs."""
+
+    async def body(self, chunk: bytes) -> None:
+        """Wait until the reader is near enough."""
+        await self.queue.put(chunk)
+
+    async def end(self) -> None:
+        """Nothing more comes."""
+        await self.queue.put(_END)
+
+    async def error(self, error: GatewayError, headers: list[tuple[bytes, bytes]]) -> None:  # noqa: ARG002
+        """The reader raises it."""
+        await self.queue.put(error)
+
+    async def stream_error(self, error: GatewayError, is_stream: bool) -> None:  # noqa: ARG002
+        """The reader raises it."""
+        await self.queue.put(error)
+
+
+class HandleApi:
+    """Runs one call of a handle method."""
+
+    def __init__(self, core: GatewayCore) -> None:
+        self._core = core
+
+    async def call(self, path: str, body: Any) -> dict[str, Any] | AsyncGenerator[dict[str, Any], None]:
+        """Answer ``body`` for the endpoint ``path``: a dict, or with ``stream: true`` a generator of dicts."""
+        self._core.check_loop()
+        endpoint, raw = RELAYED[path], encode_body(body, self._core.settings.gateway.body_bytes_max)
+        if endpoint.streams and body.get("stream") is True:
+            return self._stream(endpoint, raw)
+        sink = CollectSink()
+        await self._driver(endpoint, raw, sink).run()
+        return sink.value()
+
+    def _driver(self, endpoint: Endpoint, raw: bytes, sink: CollectSink | QueueSink) -> RequestDriver:
+        request, parsed = self._core.parse(raw, endpoint, now_ns())
+        return RequestDriver(self._core, endpoint, request, raw, sink, parsed.prompt_bytes)
+
+    async def _stream(self, endpoint: Endpoint, raw: bytes) -> AsyncGenerator[dict[str, Any], None]:
+        sink = QueueSink()
+        driver = self._driver(endpoint, raw, sink)
+        task = asyncio.get_running_loop().create_task(driver.run())
+        try:
+            async for value in parse_events(_chunks(sink.queue)):
+                yield value
+            await task
+        finally:
+            if not task.done():
+                driver.interrupt(Interrupt.CLIENT_GONE)
+                if not task.cancelling():  # the driver has not begun, so it holds nothing
+                    task.cancel()
+
+
+async def _chunks(queue: asyncio.Queue[Any]) -> AsyncIterator[bytes]:
+    while (item := await queue.get()) is not _END:
+        if isinstance(item, GatewayError):
+            raise item
+        yield item
+
+
+async def parse_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """JSON objects of server-sent events, however the bytes are cut. ``[DONE]`` and comments are left out.
+
+    Raises:
+        GatewayError: the stream carries an engine's error.
+    """
+    rest = b""
+    async for chunk in chunks:
+        *events, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in events:
+            value = _event(event)
+            if value is not None:
+                yield value
+
+
+def _event(event: bytes) -> dict[str, Any] | None:
+    data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
+    if not data or data == b"[DONE]":
+        return None
+    try:
+        value = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        raise GatewayError(502, "server_error", "engine_error", "The engine sent an event that is not JSON.") from None
+    if not isinstance(value, dict):
+        raise GatewayError(502, "server_error", "engine_error", "The engine sent an event that is not an object.")
+    if isinstance(value.get("error"), dict) and ("choices" not in value and "response" not in value):
+        raise engine_error(502, "application/json", data)
+    return value
+
+
+def encode_body(body: Any, bytes_max: int) -> bytes:
+    """``body`` as JSON. Raises ``GatewayError`` for what JSON cannot hold, ``NaN`` included."""
+    if not isinstance(body, dict):
+        raise bad_request(f"The request body must be a dict, not {type(body).__name__}.")
+    try:
+        raw = json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise bad_request(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+    if len(raw) > bytes_max:
+        message = f"The request body is larger than the limit of {bytes_max} bytes."
+        raise GatewayError(413, "invalid_request_error", "request_too_large", message)
+    return raw

@@ -1,0 +1,247 @@
+"""The gateway's ASGI application: one client connection's request in, one response out, no framework between.
+
+    client rule -> route -> body, counted -> parse -> RequestDriver -> raw chunks to the client
+
+Nothing that a client sends ends in a 500: what the gateway refuses is a :class:`GatewayError` with a true message, and
+whatever else is raised is logged with its traceback and answered with 502 and the request's id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeAlias
+
+from deployments.clients import ClientRule
+from deployments.clock import now_ns
+from deployments.core import GatewayCore, new_request_id
+from deployments.driver import Interrupt, RequestDriver
+from deployments.endpoints import RELAYED, Dialect, Endpoint, allowed_methods
+from deployments.errors import GatewayError, error_answer, error_event
+from deployments.own_answers import Answer, OwnAnswers
+from deployments.serve_internals import FixedHeadersMessage
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+logger = logging.getLogger("ray.serve")
+
+CLIENT_ID_CHARS_MAX = 128
+JSON = (b"content-type", b"application/json")
+CLOSE = (b"connection", b"close")
+
+
+class ClientLeftError(Exception):
+    """The client closed its connection before its request was complete."""
+
+
+class HttpSink:
+    """Writes one response to one HTTP client."""
+
+    def __init__(self, send: Send, dialect: Dialect) -> None:
+        self.completed = False
+        """The last byte was handed over: what the client does now changes nothing."""
+        self.started = False
+        self._send = send
+        self._dialect = dialect
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send the head."""
+        self.started = True
+        await self._send(FixedHeadersMessage(type="http.response.start", status=status, headers=headers))
+
+    async def body(self, chunk: bytes) -> None:
+        """Send the next bytes."""
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def end(self) -> None:
+        """End the body."""
+        self.completed = True
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def error(self, error: GatewayError, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send ``error`` as the whole response."""
+        answer = error_answer(error, self._dialect)
+        length = (b"content-length", str(len(answer.body)).encode())
+        await self.start(answer.status, [JSON, length, *answer.headers, *headers])
+        self.completed = True
+        await self._send({"type": "http.response.body", "body": answer.body, "more_body": False})
+
+    async def stream_error(self, error: GatewayError, is_stream: bool) -> None:
+        """End a stream with an error event; leave any other body incomplete, so that the server cuts the connection."""
+        if is_stream:
+            await self.body(error_event(error, self._dialect))
+            await self.end()
+
+
+class HttpFront:
+    """The ASGI callable. ``rule`` is set once Serve's front address is known."""
+
+    def __init__(self, core: GatewayCore, rule: ClientRule, own: OwnAnswers) -> None:
+        self._core = core
+        self._rule = rule
+        self._own = own
+        self._body_bytes_max = core.settings.gateway.body_bytes_max
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one scope of any type."""
+        kind = scope["type"]
+        if kind == "http":
+            await self._http(scope, receive, send)
+        elif kind == "lifespan":
+            await _lifespan(receive, send)
+        elif kind == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._core.check_loop()
+        arrival_ns = now_ns()
+        path = _path(scope)
+        endpoint = RELAYED.get(path)
+        sink = HttpSink(send, endpoint.dialect if endpoint is not None else Dialect.OPENAI)
+        try:
+            headers = dict(scope["headers"])
+            refusal = self._rule.refusal(scope, headers.get(b"host"))
+            if refusal is not None:
+                raise refusal
+            method = _check_method(path, scope["method"])
+            if method == "OPTIONS":
+                await _options(send, path)
+            elif endpoint is not None:
+                await self._relay(endpoint, headers, receive, sink, arrival_ns)
+            else:
+                answer = await self._own.answer(path, scope.get("query_string", b""))
+                await _send_answer(send, answer, method)
+        except GatewayError as error:
+            await self._refuse(sink, error)
+        except ClientLeftError:
+            return
+        except Exception:
+            request_id = new_request_id()
+            logger.exception("Request %s failed in the gateway.", request_id)
+            if not sink.started:
+                why = f"The gateway failed while it handled the request; its log has the reason under {request_id}."
+                unexpected = GatewayError(502, "server_error", "gateway_error", why)
+                await sink.error(unexpected, [_id_header(request_id), CLOSE])
+
+    async def _relay(
+        self, endpoint: Endpoint, headers: dict[bytes, bytes], receive: Receive, sink: HttpSink, arrival_ns: int
+    ) -> None:
+        body = await self._read_body(headers, receive)
+        request, parsed = self._core.parse(body, endpoint, arrival_ns)
+        client_id = clean_client_id(headers.get(b"x-request-id", b""))
+        driver = RequestDriver(self._core, endpoint, request, body, sink, parsed.prompt_bytes, client_id)
+        watch = asyncio.get_running_loop().create_task(_watch(receive, driver, sink))
+        try:
+            await driver.run()
+        finally:
+            watch.cancel()
+
+    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        limit = self._body_bytes_max
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and (len(length) > 18 or int(length) > limit):
+            raise _too_large(limit)
+        if headers.get(b"content-encoding", b"identity") != b"identity":
+            raise GatewayError(415, "invalid_request_error", None, "Compressed request bodies are not supported.")
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeftError
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts) if len(parts) > 1 else parts[0]
+
+    async def _refuse(self, sink: HttpSink, error: GatewayError) -> None:
+        headers = [_id_header(new_request_id())]
+        if error.status == 405 and error.param is not None:
+            headers.append((b"allow", error.param.encode()))
+            error = GatewayError(error.status, error.type, error.code, error.message)
+        if error.status == 413:
+            headers.append(CLOSE)
+        with contextlib.suppress(ConnectionError):
+            await sink.error(error, headers)
+
+
+async def _watch(receive: Receive, driver: RequestDriver, sink: HttpSink) -> None:
+    """Tell the driver when the client leaves while the answer is not complete."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            if not sink.completed:
+                driver.interrupt(Interrupt.CLIENT_GONE)
+            return
+
+
+def _path(scope: Scope) -> str:
+    """The path below the application's route prefix."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    if root and path.startswith(root):
+        path = path[len(root) :]
+    return path if len(path) == 1 or not path.endswith("/") else path[:-1]
+
+
+def _check_method(path: str, method: str) -> str:
+    allowed = allowed_methods(path)
+    if not allowed:
+        shown = path if len(path) <= 200 else path[:200] + "..."
+        raise GatewayError(404, "invalid_request_error", "unknown_url", f"Unknown request URL: {method} {shown}.")
+    if method not in allowed:
+        message = f"{path} does not answer {method}; it answers {', '.join(allowed)}."
+        raise GatewayError(405, "invalid_request_error", "method_not_allowed", message, ", ".join(allowed))
+    return method
+
+
+def _too_large(limit: int) -> GatewayError:
+    message = f"The request body is larger than the limit of {limit} bytes."
+    return GatewayError(413, "invalid_request_error", "request_too_large", message)
+
+
+_UNPRINTABLE = re.compile(r"[^\x21-\x7e]+")
+
+
+def clean_client_id(value: bytes) -> str:
+    """A client's own request id for the log: printable ASCII without spaces, capped."""
+    return _UNPRINTABLE.sub("_", value[: CLIENT_ID_CHARS_MAX * 4].decode("latin-1"))[:CLIENT_ID_CHARS_MAX]
+
+
+def _id_header(request_id: str) -> tuple[bytes, bytes]:
+    return (b"x-request-id", request_id.encode())
+
+
+async def _options(send: Send, path: str) -> None:
+    headers = [(b"allow", ", ".join(allowed_methods(path)).encode()), _id_header(new_request_id())]
+    await send(FixedHeadersMessage(type="http.response.start", status=204, headers=headers))
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_answer(send: Send, answer: Answer, method: str) -> None:
+    headers = [
+        (b"content-type", answer.content_type.encode()),
+        (b"content-length", str(len(answer.body)).encode()),
+        _id_header(new_request_id()),
+    ]
+    await send(FixedHeadersMessage(type="http.response.start", status=answer.status, headers=headers))
+    await send({"type": "http.response.body", "body": b"" if method == "HEAD" else answer.body, "more_body": False})
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "lifespan.startup":
+            await send({"type": "lifespan.startup.complete"})
+        elif message["type"] == "lifespan.shutdown":
+            await send({"type": "lifespan.shutdown.complete"})
+            return
