@@ -75,10 +75,19 @@ def _number(value: float | None) -> str:
 
 
 def tick_state(result: TickResult | None, at_ns: int, quantile: float) -> dict[str, Any]:
-    """What the last tick knew; ages are carried on to ``at_ns``."""
+    """What the last tick knew and wished; ages as of ``at_ns``. In shadow mode the plan is empty, ``wishes`` is not."""
     if result is None:
-        return {"blind": True, "replicas": [], "conditions": [], "traffic": None, "work": None}
-    signals = result.signals
+        return {
+            "blind": True,
+            "model": None,
+            "unknown_replicas": None,
+            "replicas": [],
+            "conditions": [],
+            "traffic": None,
+            "work": None,
+            "wishes": None,
+        }
+    signals, wishes = result.signals, result.adaptation
     return {
         "blind": signals.blind,
         "model": signals.model,
@@ -87,6 +96,11 @@ def tick_state(result: TickResult | None, at_ns: int, quantile: float) -> dict[s
         "conditions": [plain(c) for c in result.conditions],
         "traffic": plain(signals.traffic),
         "work": plain(signals.work),
+        "wishes": {
+            "replicas_target": wishes.replicas_target,
+            "affinity_strength": plain(wishes.affinity_strength),
+            "knobs": plain(wishes.knobs),
+        },
     }
 
 
@@ -156,12 +170,8 @@ def update_telemetry(telemetry: Telemetry, result: TickResult, quantile: float) 
 
 
 def _conditions(telemetry: Telemetry, result: TickResult) -> None:
-    gauge = telemetry["tidegate_control_condition_active"]
-    active = {condition.name for condition in result.conditions}
-    for name in gauge.values_of("condition") - active:
-        gauge.set(0, condition=name)
-    for name in active:
-        gauge.set(1, condition=name)
+    for condition in result.conditions:
+        telemetry["tidegate_control_condition_active"].set(float(condition.active), condition=condition.name)
 
 
 def _replica(telemetry: Telemetry, replica: ReplicaSignals, quantile: float) -> None:

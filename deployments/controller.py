@@ -1,8 +1,8 @@
 """The controller: receives reports, runs one pure tick per period, hands out the plan, and says why.
 
 It decides nothing: ``policies.control.loop.tick`` does. Every report is answered with the current plan, so reporting
-*is* following, and a lost answer only makes a plan older. A new controller has a new epoch and knows nothing: it answers
-``None`` until its first tick, and its plans leave the number of replicas open until signals arrive.
+*is* following, and a lost answer only makes a plan older. A new controller has a new epoch and knows nothing: it
+answers ``None`` until its first tick, and its plans leave the number of replicas open until signals arrive.
 
 A tick that raises is logged, counted and does not end the loop; after :data:`FAILED_TICKS_MAX` in a row the process
 ends, so that Serve replaces it. Ticks keep to a fixed grid of the monotonic clock and never overlap: late ones are
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import uuid
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ from deployments.settings import Settings
 from deployments.telemetry import Telemetry
 from policies.build import build_control
 from policies.control.loop import TickResult, tick
-from policies.types import Decision, FleetView, GatewayReport, Plan, ReplicaReport, Sampled
+from policies.types import FleetView, GatewayReport, Plan, ReplicaReport, Sampled
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +52,19 @@ class Controller:
     """
 
     def __init__(self, args: Mapping[str, Any], on_broken: Callable[[], None]) -> None:
-        self._settings = Settings.load(args)
-        config = self._settings.policy_config()
+        self.epoch = uuid.uuid4().hex
+        """Identifies this life."""
+        config = Settings.load(args).policy_config()
         self._config = config
-        self._control = build_control(config, ReplicaScaler(config))
+        self._control = build_control(config, ReplicaScaler(config), self.epoch)
         self._on_broken = on_broken
         self._telemetry = Telemetry(Source.CONTROLLER)
         self._gateways: OrderedDict[str, Sampled[GatewayReport]] = OrderedDict()
-        self._decisions: deque[Decision] = deque(maxlen=config.control.decisions_max)
         self._fleet: Sampled[FleetView] | None = None
         self._last: TickResult | None = None
         self._task: asyncio.Task[None] | None = None
         self._started_ns = now_ns()
-        self._ticks = 0
         self._failed_in_a_row = 0
-        self.epoch = uuid.uuid4().hex
-        """Identifies this life."""
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -109,9 +107,7 @@ class Controller:
         self._telemetry["tidegate_control_tick_seconds"].observe((now_ns() - started_ns) / 1e9)
 
     def _took(self, result: TickResult, at_ns: int) -> None:
-        self._ticks += 1
         self._last = result
-        self._decisions.extend(result.decisions)
         for decision in result.decisions:
             logger.info(control_view.in_words(decision))
         self._forget_gateways(at_ns)
@@ -163,7 +159,8 @@ class Controller:
         at_ns = now_ns()
         return {
             "epoch": self.epoch,
-            "tick": self._ticks,
+            "pid": os.getpid(),
+            "tick": self._control.ticks,
             "mode": self._config.control.mode.value,
             "uptime_s": (at_ns - self._started_ns) / 1e9,
             "objectives": control_view.plain(self._config.objectives),
@@ -175,9 +172,8 @@ class Controller:
 
     def decisions(self, limit: int = 100, since_seq: int | None = None) -> list[dict[str, Any]]:
         """Ledger entries, oldest first: the newest ``limit``, or the first ``limit`` after ``since_seq``."""
-        limit = max(0, min(limit, DECISIONS_PAGE_MAX))
-        entries = [d for d in self._decisions if since_seq is None or d.seq > since_seq]
-        page = entries[:limit] if since_seq is not None else entries[len(entries) - min(limit, len(entries)) :]
+        limit, ledger = min(limit, DECISIONS_PAGE_MAX), self._control.ledger
+        page = ledger.latest(limit) if since_seq is None else ledger.since(since_seq, limit)
         return [control_view.plain(decision) for decision in page]
 
     def metrics(self) -> str:
