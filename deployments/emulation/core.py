@@ -38,7 +38,7 @@ STEP_TOKENS_MIN = 16
 """No knob brings the token budget below this."""
 EMPTY_STEP_S = 0.001
 
-EventKind: TypeAlias = Literal["token", "error", "cut", "silence"]
+EventKind: TypeAlias = Literal["token", "error", "cut", "silence", "left"]
 
 
 class EngineFullError(RuntimeError):
@@ -47,7 +47,7 @@ class EngineFullError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to choice ``index``: its ``count``-th token exists, or a fault ended the request."""
+    """Something that happened to choice ``index``: its ``count``-th token exists, or the request ended otherwise."""
 
     kind: EventKind
     index: int
@@ -130,18 +130,18 @@ class EngineCore:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def submit(self, prompt: list[int], answers: list[list[int]], prompt_text: str, salt: str = "") -> Generation:
-        """Queue one request with one sequence for each of ``answers`` (none of them empty).
+    def submit(self, pairs: list[tuple[list[int], list[int]]], prompt_text: str, salt: str = "") -> Generation:
+        """Queue one request with one sequence for each pair of prompt and answer, neither of them empty.
 
         Raises:
             EngineFullError: too many requests wait.
         """
         if self.faults.kills(prompt_text):
             self._die(DIE_EXIT_CODE)
-        sequences = [Sequence(prompt, answer, salt) for answer in answers]
+        sequences = [Sequence(prompt, answer, salt) for prompt, answer in pairs]
         if len(self.scheduler.waiting) + len(sequences) > self.scheduler.waiting_max:
             raise EngineFullError(f"{self.scheduler.waiting_max} requests wait already")
-        room = sum(len(answer) for answer in answers) + 1
+        room = sum(len(answer) for _, answer in pairs) + 2
         generation = Generation(sequences, asyncio.Queue(room), self.faults.hits(prompt_text))
         for index, seq in enumerate(sequences):
             self.scheduler.add(seq)

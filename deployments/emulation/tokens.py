@@ -105,10 +105,13 @@ class TextDecoder:
 
 
 def encode_chat(messages: Sequence[tuple[str, str]], generation_prompt: bool = True) -> list[int]:
-    """Token ids of a conversation of (role, text), every message between special tokens."""
+    """Token ids of a conversation of (role, text), every message between special tokens.
+
+    An answer sent back as a message has the tokens it was made of, so the next turn finds it in the prefix cache.
+    """
     ids: list[int] = []
     for role, text in messages:
-        ids += [MESSAGE_START, *encode(f"{role}\n{text}"), MESSAGE_END, *encode("\n")]
+        ids += [MESSAGE_START, *encode(f"{role}\n"), *encode(text), MESSAGE_END, *encode("\n")]
     if generation_prompt:
         ids += [MESSAGE_START, *encode("assistant\n")]
     return ids

@@ -48,13 +48,17 @@ def _chat(name: str, /, messages: Any = USER, loose: tuple[str, ...] = (), drop:
     return Case(f"chat-{name}", "/v1/chat/completions", body, headers=JSON, loose=loose)
 
 
-def _complete(name: str, /, prompt: Any = "The river", loose: tuple[str, ...] = (), drop: str = "", **extra: Any) -> Case:
+def _complete(
+    name: str, /, prompt: Any = "The river", loose: tuple[str, ...] = (), drop: str = "", **extra: Any
+) -> Case:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 6, "temperature": 0} | extra
     body.pop(drop, None)
     return Case(f"completion-{name}", "/v1/completions", body, headers=JSON, loose=loose)
 
 
-def _respond(name: str, /, input: Any = "Name a river.", loose: tuple[str, ...] = (), drop: str = "", **extra: Any) -> Case:
+def _respond(
+    name: str, /, input: Any = "Name a river.", loose: tuple[str, ...] = (), drop: str = "", **extra: Any
+) -> Case:
     body = {"model": MODEL, "input": input, "max_output_tokens": 6, "temperature": 0} | extra
     body.pop(drop, None)
     return Case(f"responses-{name}", "/v1/responses", body, headers=JSON, loose=loose)
@@ -101,7 +105,8 @@ CHAT_GOOD = (
     _chat("cache-salt", cache_salt="tenant-a"),
     _chat("request-id-body", request_id="client-id-1"),
     _chat("logit-bias", logit_bias={"17": 1.0}),
-    _chat("truncate", messages=[{"role": "user", "content": LONG_TEXT}], truncate_prompt_tokens=100),
+    _chat("truncate", messages=[{"role": "user", "content": LONG_TEXT}], truncate_prompt_tokens=100,
+          loose=("finish_reason",)),
     _chat("json-object", response_format={"type": "json_object"}),
     _chat("response-format-text", response_format={"type": "text"}),
     _chat("max-zero", max_tokens=0),
@@ -213,8 +218,8 @@ COMPLETIONS = (
     _complete("n", n=2, temperature=0.5),
     _complete("echo", echo=True),
     _complete("echo-only", echo=True, max_tokens=0),
-    _complete("logprobs", logprobs=2),
-    _complete("logprobs-zero", logprobs=0),
+    _complete("logprobs", logprobs=2, loose=("top_logprobs",)),
+    _complete("logprobs-zero", logprobs=0, loose=("top_logprobs",)),
     _complete("max-absent", drop="max_tokens", ignore_eos=True),
     _complete("stop-unused", stop="\x01never"),
     _complete("max-zero", max_tokens=0),

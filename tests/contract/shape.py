@@ -1,7 +1,7 @@
 """The shape of an HTTP answer: what a client program can depend on, without the text a model happened to write.
 
 A JSON value becomes its skeleton: every key, and the kind of every value (``str``, ``number``, ``bool``, ``null``);
-equal neighbours in a list count once. A stream becomes the sequence of its events' skeletons, again without repeats.
+equal shapes in a list count once. A stream becomes the shapes of its events in the order of their first appearance.
 Of errors the type, code and parameter are kept as they are.
 """
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-LITERAL_KEYS = frozenset({"object", "type", "code", "param", "finish_reason", "stop_reason", "role", "status", "reason"})
+LITERAL_KEYS = frozenset(
+    {"object", "type", "code", "param", "finish_reason", "stop_reason", "role", "status", "reason"}
+)
 """Keys whose short text values are part of the contract."""
 SKELETON_LITERAL_MAX = 64
 
@@ -35,7 +37,7 @@ def skeleton(value: Any, loose: tuple[str, ...] = (), key: str = "") -> Any:
 def _dedup(items: list[Any]) -> list[Any]:
     out: list[Any] = []
     for item in items:
-        if item not in out[-1:]:
+        if item not in out:
             out.append(item)
     return out
 
