@@ -16,10 +16,10 @@ from ray.serve.handle import DeploymentHandle
 from deployments.clock import now_ns
 from deployments.driver import Interrupt, RequestDriver
 from deployments.endpoints import Endpoint
+from deployments.membership import EMPTY_CHOICE, Membership, RouteCall
 from deployments.meter import Meter
 from deployments.prompt import BlockSizes, ParsedBody, TokenRatio, parse_body
 from deployments.relay import new_session
-from deployments.router import EMPTY_CHOICE, Membership, RouteCall, TidegateRouter
 from deployments.serve_internals import (
     NoReplicaError,
     current_replicas,
@@ -60,7 +60,7 @@ class GatewayCore:
         self.session = new_session(settings.gateway.connect_timeout_ms)
         self._loop = asyncio.get_running_loop()
         self._handle = engine
-        self._router: TidegateRouter | None = None
+        self._attached = False
         self._changed = asyncio.Event()
         init_handle_same_loop(engine)
         self._sweeper = self._loop.create_task(self._sweep_forever())
@@ -151,11 +151,11 @@ class GatewayCore:
 
     def _attach(self) -> None:
         """Follow Serve's router once it exists."""
-        if self._router is not None:
+        if self._attached:
             return
         router = request_router(self._handle)
-        if isinstance(router, TidegateRouter):
-            self._router = router
+        if router is not None and hasattr(router, "on_change"):
+            self._attached = True
             router.on_change = self._membership_changed
             self._membership_changed()
 

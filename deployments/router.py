@@ -7,14 +7,14 @@ Two kinds of callers run it:
 * any other handle to the engine deployment (``handle.method.remote(...)``). It gets policies of its own, built from the
   deployment's ``request_router_kwargs``, sized by its arguments and counted between Serve's two callbacks.
 
-It decides nothing itself: it translates Serve's replicas into policy values and the answer back into tiers.
+It decides nothing itself: it translates Serve's replicas into policy values and the answer back into tiers. Serve
+pickles this module by value, so nothing here may be compared by identity with what other modules import.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from ray.serve._private.common import ReplicaID
@@ -22,82 +22,15 @@ from ray.serve._private.request_router.common import PendingRequest
 from ray.serve.request_router import RequestRouter, RunningReplica
 
 from deployments.clock import now_ns
+from deployments.membership import Membership, RouteCall, tiers_of
 from deployments.serve_internals import NoReplicaError
-from policies.build import Policies, build_policies
+from policies.build import build_policies
 from policies.config import PolicyConfig, RoutingConfig
-from policies.types import Reason, ReplicaId, Request, RouteChoice
+from policies.types import Request
 
-EMPTY_CHOICE = RouteChoice((), Reason("none_known", "no replica is known"), {}, {})
 FOREIGN_BYTES_PER_TOKEN = 4
 FOREIGN_BYTES_MAX = 1_000_000
 """Arguments of a foreign call are sized up to here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where a replica listens and what its gate wants to see."""
-
-    url: str
-    gate: str
-
-
-def target_of(metadata: object) -> Target | None:
-    """The target in a replica's metadata; ``None`` when it does not publish one."""
-    if not isinstance(metadata, dict):
-        return None
-    endpoint, gate = metadata.get("endpoint"), metadata.get("gate")
-    if not isinstance(endpoint, str) or not endpoint or not isinstance(gate, str):
-        return None
-    return Target(f"http://{endpoint}", gate)
-
-
-class Membership:
-    """Serve's replicas as one caller's policies know them. Replicas that publish no address are left out."""
-
-    def __init__(self, policies: Policies, on_removed: Callable[[ReplicaId], None] | None = None) -> None:
-        self.policies = policies
-        self.targets: dict[ReplicaId, Target] = {}
-        self._on_removed = on_removed
-
-    def take(self, replicas: Sequence[RunningReplica], *, need_target: bool = True) -> None:
-        """Bring the fleet in line with ``replicas``; what belonged to those that left is dropped."""
-        targets: dict[ReplicaId, Target] = {}
-        members: dict[ReplicaId, dict[str, Any] | None] = {}
-        for replica in replicas:
-            replica_id = replica.replica_id.unique_id
-            target = target_of(replica.replica_metadata)
-            if target is not None:
-                targets[replica_id] = target
-            elif need_target:
-                continue
-            members[replica_id] = replica.routing_stats
-        self.targets = targets
-        policies = self.policies
-        for replica_id in policies.fleet.update(members, now_ns()):
-            policies.flow_context.book.forget(replica_id)
-            policies.router.forget(replica_id)
-            if self._on_removed is not None:
-                self._on_removed(replica_id)
-
-    def choose(self, request: Request, exclude: frozenset[ReplicaId]) -> RouteChoice:
-        """Ask the pure router, with the affinity strength of the plan in force."""
-        policies, at_ns = self.policies, now_ns()
-        plan = policies.plan_follower.current(at_ns)
-        strength = plan.affinity_strength if plan is not None else None
-        views = policies.fleet.views(at_ns, exclude)
-        return policies.router.choose(request, views, strength, at_ns)
-
-
-class RouteCall:
-    """One request of a gateway on its way through Serve's router; the answer is left in ``choice``."""
-
-    __slots__ = ("choice", "exclude", "membership", "request")
-
-    def __init__(self, membership: Membership, request: Request, exclude: frozenset[ReplicaId]) -> None:
-        self.membership = membership
-        self.request = request
-        self.exclude = exclude
-        self.choice: RouteChoice | None = None
 
 
 class TidegateRouter(RequestRouter):
@@ -133,14 +66,19 @@ class TidegateRouter(RequestRouter):
         """
         args = list(pending_request.args) if pending_request is not None else []
         if len(args) == 1 and isinstance(args[0], RouteCall):
-            return _tiers_for_gateway(args[0], candidate_replicas)
+            call = args[0]
+            call.choice = call.membership.choose(call.request, call.exclude)
+            tiers = tiers_of(call.choice, candidate_replicas)
+            if not tiers:
+                raise NoReplicaError
+            return tiers
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
         request = self._foreign_request(pending_request)
         membership = self._foreign_membership()
         membership.take(candidate_replicas, need_target=False)
-        return _tiers(membership.choose(request, frozenset()), candidate_replicas)
+        return tiers_of(membership.choose(request, frozenset()), candidate_replicas)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
         """A foreign call was sent: count it."""
@@ -195,17 +133,3 @@ def _args_bytes(pending: PendingRequest) -> int:
             except Exception:  # noqa: BLE001  (an argument that does not pickle has no size; the call itself will say so)
                 size += FOREIGN_BYTES_PER_TOKEN
     return min(size, FOREIGN_BYTES_MAX)
-
-
-def _tiers_for_gateway(call: RouteCall, candidates: list[RunningReplica]) -> list[list[RunningReplica]]:
-    call.choice = call.membership.choose(call.request, call.exclude)
-    tiers = _tiers(call.choice, candidates)
-    if not tiers:
-        raise NoReplicaError
-    return tiers
-
-
-def _tiers(choice: RouteChoice, candidates: list[RunningReplica]) -> list[list[RunningReplica]]:
-    by_id = {replica.replica_id.unique_id: replica for replica in candidates}
-    tiers = [[by_id[r] for r in tier if r in by_id] for tier in choice.tiers]
-    return [tier for tier in tiers if tier]
