@@ -136,15 +136,15 @@ def check_length(input_tokens: int, output_tokens: int | None, context_max: int,
     asked = output_tokens or 0
     if asked > context_max:
         raise refused(
-            f"{param}={asked} cannot be greater than max_model_len=max_total_tokens={context_max}. Please request fewer "
-            "output tokens.", param, value=asked,
+            f"{param}={asked} cannot be greater than max_model_len=max_total_tokens={context_max}. Please request "
+            "fewer output tokens.", param, value=asked,
         )  # fmt: skip
     limit = max(0, context_max - asked)
     if input_tokens > limit or input_tokens >= context_max:
         raise refused(
-            f"This model's maximum context length is {context_max} tokens. However, you requested {asked} output tokens "
-            f"and your prompt contains {input_tokens} input tokens, for a total of {input_tokens + asked} tokens. Please "
-            "reduce the length of the input prompt or the number of requested output tokens.",
+            f"This model's maximum context length is {context_max} tokens. However, you requested {asked} output "
+            f"tokens and your prompt contains {input_tokens} input tokens, for a total of {input_tokens + asked} tokens. "
+            "Please reduce the length of the input prompt or the number of requested output tokens.",
             "input_tokens", value=input_tokens,
         )  # fmt: skip
 

@@ -56,7 +56,7 @@ def _prompts(body: CompletionBody) -> list[list[int]]:
     several = [given] if isinstance(given[0], int) else given
     prompts: list[list[int]] = []
     for one in several:
-        prompt = _encode(one) if isinstance(one, str) else list(one)  # type: ignore[arg-type]
+        prompt = _encode(one) if isinstance(one, str) else list(one)
         if not prompt:
             raise refused("The decoder prompt cannot be empty")
         if max(prompt) >= VOCABULARY:

@@ -106,7 +106,11 @@ class EngineCore:
         shared: EngineShared | None = None,
         die: Callable[[int], object] = os._exit,
     ) -> None:
-        """``shared`` receives gauges and steps and gives knobs. ``ValueError``: the cache is smaller than one context."""
+        """``shared`` receives gauges and steps and gives knobs.
+
+        Raises:
+            ValueError: the KV cache is smaller than one context.
+        """
         if settings.kv_blocks * settings.block_tokens < settings.context_tokens_max:
             raise ValueError(
                 f"emulated.kv_blocks: {settings.kv_blocks} blocks of {settings.block_tokens} tokens hold less than one "

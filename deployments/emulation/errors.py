@@ -71,10 +71,7 @@ def invalid(problems: Sequence[dict[str, Any]]) -> ApiError:
 
 def invalid_body(error: ValidationError) -> ApiError:
     """The same from a pydantic error of the whole body."""
-    problems: list[dict[str, Any]] = []
-    for found in error.errors(include_url=False):
-        problems.append({**found, "loc": ("body", *found["loc"])})
-    return invalid(problems)
+    return invalid([{**found, "loc": ("body", *found["loc"])} for found in error.errors(include_url=False)])
 
 
 def missing(*loc: str | int, given: Any = None) -> ApiError:

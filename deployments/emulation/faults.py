@@ -32,7 +32,11 @@ class FaultBoard:
         self._listeners.append(listener)
 
     def change(self, changes: Mapping[str, Any]) -> FaultSettings:
-        """Replace the named faults; the others stay. ``pydantic.ValidationError``: unknown name or value out of range."""
+        """Replace the named faults; the others stay.
+
+        Raises:
+            pydantic.ValidationError: a name is unknown or a value out of range; nothing changed.
+        """
         self.now = FaultSettings.model_validate({**self.now.model_dump(), **changes})
         for listener in self._listeners:
             listener()

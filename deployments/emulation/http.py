@@ -24,7 +24,7 @@ from deployments.emulation.bodies import DetokenizeBody, TokenizeBody, TokenizeC
 from deployments.emulation.core import EngineCore, EngineFullError, Event, Generation
 from deployments.emulation.errors import ApiError, BareError, invalid, invalid_body, missing
 from deployments.emulation.jobs import View, to_json
-from deployments.emulation.metrics import metrics_text
+from deployments.emulation.metrics import MetricsPage
 from deployments.emulation.tokens import decode, encode, token_text
 from deployments.gate import Message, Receive, Scope, Send
 
@@ -32,6 +32,7 @@ VERSION = "0.29.0"
 """Of the vLLM whose answers are emulated."""
 BODY_BYTES_MAX = 64_000_000
 JSON_TYPE = (b"content-type", b"application/json")
+METRICS_TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 STREAM_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
 
 Parse: TypeAlias = Callable[[Any], View]
@@ -50,6 +51,7 @@ class EngineApp:
         self._core = core
         self._model = model
         self._root = root
+        self._metrics = MetricsPage(core, model)
         self._health_changed = asyncio.Event()
         core.faults.listen(self._health_changed.set)
         self._get: dict[str, Callable[[], dict[str, Any]]] = {"/v1/models": self._models, "/version": _version}
@@ -95,9 +97,7 @@ class EngineApp:
             await self._health(receive, send)
         elif path == "/metrics":
             _need_method(method, "GET")
-            await _send(
-                send, 200, metrics_text(self._core, self._model), (b"content-type", b"text/plain; version=0.0.4")
-            )
+            await _send(send, 200, self._metrics.text(), METRICS_TYPE)
         elif path in self._get:
             _need_method(method, "GET")
             await _send(send, 200, to_json(self._get[path]()))

@@ -8,12 +8,28 @@ from __future__ import annotations
 from deployments.emulation.core import EngineCore
 
 
-def metrics_text(core: EngineCore, model: str) -> bytes:
+class MetricsPage:
+    """The page of one engine."""
+
+    def __init__(self, core: EngineCore, model: str) -> None:
+        self._core = core
+        self._model = model
+        self._last = metrics_text(core, model)
+
+    def text(self) -> bytes:
+        """The page as the faults in force let it look."""
+        signals = self._core.faults.now.signals
+        if signals == "stop":
+            return b""
+        if signals != "freeze":
+            self._last = metrics_text(self._core, self._model, nan=signals == "nan")
+        return self._last
+
+
+def metrics_text(core: EngineCore, model: str, nan: bool = False) -> bytes:
     """The page in Prometheus' text format."""
-    if core.faults.now.signals == "stop":
-        return b""
     gauges, counters = core.gauges(), core.counters
-    values = [
+    values: list[tuple[str, str, float]] = [
         ("vllm:num_requests_running", "gauge", gauges.running),
         ("vllm:num_requests_waiting", "gauge", gauges.waiting),
         ("vllm:kv_cache_usage_perc", "gauge", gauges.kv_tokens_used / gauges.kv_tokens_max),
@@ -27,10 +43,9 @@ def metrics_text(core: EngineCore, model: str) -> bytes:
         ("emulated:tokens_after_abort_total", "counter", counters.tokens_after_abort),
         ("emulated:steps_total", "counter", counters.steps),
     ]
-    nan = core.faults.now.signals == "nan"
     lines = []
     for name, kind, value in values:
-        shown = "NaN" if nan else f"{value:g}" if isinstance(value, float) else str(value)
+        shown = "NaN" if nan else f"{value:g}"
         family = name.removesuffix("_total") if kind == "counter" else name
         lines += [f"# TYPE {family} {kind}", f'{name}{{engine="0",model_name="{model}"}} {shown}']
     return ("\n".join(lines) + "\n").encode()

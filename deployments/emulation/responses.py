@@ -1,4 +1,4 @@
-"""``/v1/responses`` of the emulated engine, as vLLM 0.29.0 has it without its store: nothing is kept between requests."""
+"""``/v1/responses`` of the emulated engine, as vLLM 0.29.0 has it without its store: nothing is kept afterwards."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from deployments.emulation.chat import encode_messages
 from deployments.emulation.errors import ApiError, invalid_body, refused
 from deployments.emulation.jobs import Job, View, named_event
 from deployments.settings import EmulatedSettings
+
+NO_STORE = (
+    "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable "
+    "these features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching the vLLM server."
+)
 
 
 def not_found(response_id: str) -> ApiError:
@@ -31,10 +36,7 @@ def parse(raw: Any, model: str, settings: EmulatedSettings, job_id: str, created
         raise invalid_body(error) from None
     checks.check_model(body.model, model)
     if body.background:
-        raise ApiError(400, "invalid_request_error", (
-            "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable "
-            "these features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching the vLLM "
-            "server."), "background")  # fmt: skip
+        raise ApiError(400, "invalid_request_error", NO_STORE, "background")
     if body.previous_response_id is not None:
         raise not_found(body.previous_response_id)
     messages = _messages(body)
@@ -122,7 +124,7 @@ class ResponsesView(View):
         ]
 
     def broken(self, error: ApiError) -> list[bytes] | None:  # noqa: ARG002 - nothing is said of it
-        """vLLM has no error event here: the stream is cut."""
+        """There is no error event in vLLM: the stream is cut."""
         return None
 
     def whole(self, cached_tokens: int) -> dict[str, Any]:

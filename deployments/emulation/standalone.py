@@ -51,12 +51,12 @@ class FaultDoor:
 
 
 async def _body(receive: Receive) -> bytes:
-    body = b""
+    body = bytearray()
     while True:
         message = await receive()
         body += message.get("body", b"")
         if not message.get("more_body"):
-            return body
+            return bytes(body)
 
 
 @contextlib.asynccontextmanager

@@ -1,7 +1,7 @@
 """HTTP cases that the emulated engine and real vLLM must answer alike.
 
 A case is a request. What vLLM 0.29.0 answers to it is recorded beside this file in ``vllm_0_29_0.json`` (status, shape,
-error type) by ``python -m tests.contract.record``, so that the emulated engine stays pinned where vLLM is not installed.
+error type) by ``python -m tests.contract.record``, so that the emulated engine stays pinned where vLLM is missing.
 ``MODEL`` in a body is replaced by the name the server under test gives its model.
 """
 
@@ -56,10 +56,8 @@ def _complete(
     return Case(f"completion-{name}", "/v1/completions", body, headers=JSON, loose=loose)
 
 
-def _respond(
-    name: str, /, input: Any = "Name a river.", loose: tuple[str, ...] = (), drop: str = "", **extra: Any
-) -> Case:
-    body = {"model": MODEL, "input": input, "max_output_tokens": 6, "temperature": 0} | extra
+def _respond(name: str, /, loose: tuple[str, ...] = (), drop: str = "", **extra: Any) -> Case:
+    body = {"model": MODEL, "input": "Name a river.", "max_output_tokens": 6, "temperature": 0} | extra
     body.pop(drop, None)
     return Case(f"responses-{name}", "/v1/responses", body, headers=JSON, loose=loose)
 
@@ -82,7 +80,8 @@ CHAT_GOOD = (
     _chat("plain"),
     _chat("stream", stream=True),
     _chat("stream-usage", stream=True, stream_options={"include_usage": True}),
-    _chat("stream-continuous-usage", stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}),
+    _chat("stream-continuous-usage", stream=True,
+          stream_options={"include_usage": True, "continuous_usage_stats": True}),
     _chat("n", n=2, temperature=0.5),
     _chat("n-stream", n=2, temperature=0.5, stream=True),
     _chat("n-null", n=None),
@@ -135,7 +134,8 @@ CHAT_BAD = (
     _raw("chat-penalty-nan", "/v1/chat/completions",
          b'{"model": "@model@", "messages": [{"role": "user", "content": "a"}], "presence_penalty": NaN}'),
     _raw("chat-logit-bias-nan", "/v1/chat/completions",
-         b'{"model": "@model@", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "logit_bias": {"3": NaN}}'),
+         b'{"model": "@model@", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, '
+         b'"logit_bias": {"3": NaN}}'),
     _raw("chat-type-none", "/v1/chat/completions", b"{}", {}),
     _raw("chat-type-text", "/v1/chat/completions", b"{}", {"content-type": "text/plain"}),
     _chat("messages-absent", drop="messages"),
@@ -252,7 +252,8 @@ RESPONSES = (
     _respond("plain", store=False),
     _respond("stream", stream=True, store=False),
     _respond("list", input=USER),
-    _respond("typed-list", input=[{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]),
+    _respond("typed-list", input=[
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]),
     _respond("instructions", instructions="Be brief."),
     _respond("complete", max_output_tokens=300, input="Say ok."),
     _respond("input-absent", drop="input"),

@@ -78,7 +78,8 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.skip(f"no model in {folder}; `make model` puts it there")
     port = free_port()
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", MODEL_NAME,
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder,
+        "--served-model-name", MODEL_NAME,
         "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "2048", "--host", "127.0.0.1", "--port", str(port),
         "--enable-prompt-tokens-details",
     ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Record what a server answers to every contract case: ``python -m tests.contract.record URL MODEL OUT.json [RAW.json]``.
+"""Record what a server answers to every contract case.
 
-Run it once against a real vLLM server of the pinned version and commit the result. ``RAW.json`` receives the whole
-answers, to read.
+``python -m tests.contract.record URL MODEL OUT.json [RAW.json]``. Run it once against a real vLLM server of the pinned
+version and commit the result. ``RAW.json`` receives the whole answers, to read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(url: str, model: str, out: str, raw: str = "") -> None:
                 r = ask(client, case, model)
             except httpx.HTTPError as error:
                 whole[case.name] = {"failed": repr(error)}
-                print(f"{case.name}: {error!r}", file=sys.stderr)
+                sys.stderr.write(f"{case.name}: {error!r}\n")
                 continue
             shapes[case.name] = answer_shape(r.status_code, r.headers.get("content-type", ""), r.content, case.loose)
             whole[case.name] = {"status": r.status_code, "headers": dict(r.headers), "body": r.text[:4_000]}
@@ -50,7 +50,7 @@ def main(url: str, model: str, out: str, raw: str = "") -> None:
     Path(out).write_text("{\n" + lines + "\n}\n")
     if raw:
         Path(raw).write_text(json.dumps(whole, indent=1))
-    print(f"{len(shapes)} of {len(CASES)} cases recorded")
+    sys.stdout.write(f"{len(shapes)} of {len(CASES)} cases recorded\n")
 
 
 if __name__ == "__main__":

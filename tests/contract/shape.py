@@ -68,7 +68,7 @@ def _loads(text: str) -> Any:
 
 def answer_shape(status: int, content_type: str, body: bytes, loose: tuple[str, ...] = ()) -> dict[str, Any]:
     """Everything of an answer that is compared."""
-    kind = content_type.split(";")[0].strip()
+    kind = content_type.split(";", maxsplit=1)[0].strip()
     shape: dict[str, Any] = {"status": status, "content_type": kind}
     if kind == "text/event-stream":
         shape["events"] = events(body, loose)
