@@ -9,9 +9,11 @@ This module and the functions at its end are the only place that reads the proce
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -305,3 +307,26 @@ def cache_dir() -> Path:
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment with ``extra`` on top, for a child process."""
     return {**os.environ, **extra}
+
+
+def ray_token_file() -> Path | None:
+    """Return the file of Ray's access token, made when it is absent; ``None`` when the token is in the environment.
+
+    Ray's own default file is used, so that ``ray``, ``serve`` and ``ray.init`` find the same token.
+    """
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return None
+    chosen = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(chosen).expanduser() if chosen else Path.home() / ".ray" / "auth_token"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+    return path
+
+
+def ray_token() -> str:
+    """Return Ray's access token."""
+    path = ray_token_file()
+    return os.environ["RAY_AUTH_TOKEN"] if path is None else path.read_text(encoding="ascii").strip()

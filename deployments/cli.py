@@ -1,0 +1,126 @@
+"""``python -m deployments.cli``: up, down, model, doctor. A failure is one line that says what to do."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deployments import launch, model
+from deployments.cluster import Ports
+from deployments.model import ModelError
+from deployments.preflight import Level
+from deployments.progress import Progress
+from deployments.settings import SettingsError
+
+cli = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+DEFAULTS = Ports()
+CONFIG = launch.ROOT / "serve_config.yaml"
+
+ConfigOption = Annotated[Path, typer.Option("--config", help="Serve configuration file.")]
+DashboardPort = Annotated[int, typer.Option(help="Port of Ray's dashboard.")]
+GcsPort = Annotated[int, typer.Option(help="Port of Ray's control store.")]
+StatsPort = Annotated[int, typer.Option(help="Port of HAProxy's statistics.")]
+MetricsPort = Annotated[int, typer.Option(help="Port of HAProxy's metrics.")]
+FallbackPort = Annotated[int, typer.Option(help="Port of Serve's fallback proxy, HTTP.")]
+FallbackGrpcPort = Annotated[int, typer.Option(help="Port of Serve's fallback proxy, gRPC.")]
+
+
+@contextmanager
+def one_line_errors(progress: Progress) -> Iterator[None]:
+    """Turn whatever goes wrong into words and exit code 1; a traceback goes into ``.run/error.log``."""
+    try:
+        yield
+    except (SettingsError, ModelError, launch.StartError) as error:
+        progress.fail(str(error))
+        raise typer.Exit(1) from None
+    except (launch.Interrupted, KeyboardInterrupt):
+        progress.say("ended")
+        raise typer.Exit(130) from None
+    except typer.Exit:
+        raise
+    except Exception as error:  # noqa: BLE001 (the last resort of a command line)
+        launch.RUN_FOLDER.mkdir(parents=True, exist_ok=True)
+        (launch.RUN_FOLDER / "error.log").write_text(traceback.format_exc(), encoding="utf-8")
+        progress.fail(f"unexpected: {type(error).__name__}: {error}; details are in .run/error.log, please report them")
+        raise typer.Exit(1) from None
+
+
+@cli.command()
+def up(
+    config: ConfigOption = CONFIG,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when it is up; `down` ends it.")] = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return as soon as Serve has the configuration.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Longest wait for the first answer, in seconds.")] = 600.0,
+    dashboard_port: DashboardPort = DEFAULTS.dashboard,
+    gcs_port: GcsPort = DEFAULTS.gcs,
+    haproxy_stats_port: StatsPort = DEFAULTS.haproxy_stats,
+    haproxy_metrics_port: MetricsPort = DEFAULTS.haproxy_metrics,
+    fallback_port: FallbackPort = DEFAULTS.fallback_http,
+    fallback_grpc_port: FallbackGrpcPort = DEFAULTS.fallback_grpc,
+) -> None:
+    """Start Ray, Serve and Tidegate on this machine and stay until Ctrl-C."""
+    progress = Progress()
+    ports = Ports(
+        dashboard=dashboard_port,
+        gcs=gcs_port,
+        haproxy_stats=haproxy_stats_port,
+        haproxy_metrics=haproxy_metrics_port,
+        fallback_http=fallback_port,
+        fallback_grpc=fallback_grpc_port,
+    )
+    with one_line_errors(progress):
+        launch.up(config, ports, detach=detach or no_wait, wait=not no_wait, timeout_s=timeout_s, progress=progress)
+
+
+@cli.command()
+def down() -> None:
+    """End everything that `up` started from this folder, and nothing else."""
+    progress = Progress()
+    with one_line_errors(progress):
+        progress.say("ended" if launch.down(progress) else "nothing to end: Tidegate was not started from this folder")
+
+
+@cli.command("model")
+def model_command(
+    name: Annotated[str, typer.Argument(help="Bundled model.")] = next(iter(model.CATALOGUE)),
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every file with its checksum.")] = False,
+) -> None:
+    """Fetch and convert a bundled model, once."""
+    progress = Progress()
+    with one_line_errors(progress):
+        if name not in model.CATALOGUE:
+            raise ModelError(f"{name!r} is not a bundled model; there are: {', '.join(model.CATALOGUE)}")
+        if verify:
+            folder = model.folder_of(name)
+            if not model.is_intact(folder, model.CATALOGUE[name], full=True):
+                raise ModelError(f"{folder} is absent or damaged; remove it and run: make model")
+            progress.say(f"{folder} is intact")
+            return
+        with progress.step(f"model {name}") as step:
+            folder = model.ensure(name, step.note)
+        progress.say(str(folder))
+
+
+@cli.command()
+def doctor(config: ConfigOption = CONFIG) -> None:
+    """Check configuration and machine; start nothing."""
+    progress = Progress()
+    with one_line_errors(progress):
+        plan = launch.read_plan(config, DEFAULTS)
+        progress.say(f"configuration {config.name}: application '{plan.app}' is valid")
+        findings = launch.examine(plan)
+        for finding in findings:
+            (progress.fail if finding.level is Level.ERROR else progress.warn)(finding.text)
+        if any(finding.level is Level.ERROR for finding in findings):
+            raise typer.Exit(1)
+        progress.say("the machine is ready")
+
+
+if __name__ == "__main__":
+    cli()
