@@ -175,6 +175,15 @@ def test_refused_requests_do_not_pay_into_the_retry_budget() -> None:
     assert error_of(first.after(CONNECT, routed("c"))).code == "upstream_unavailable"
 
 
+def test_admitted_requests_pay_into_the_retry_budget() -> None:
+    policies = a_policies(faults=FaultsConfig(retry_share_max=1, retry_burst=1))
+    first = Case(policies, a_request("first"))
+    first.after(Arrived(), routed("a"), CONNECT, routed("b"))
+    assert first.ctx.budget.attempts_left == 0
+    Case(policies, a_request("second")).after(Arrived())
+    assert first.ctx.budget.attempts_left == 1
+
+
 # --- nobody there -----------------------------------------------------------------------------------------------------
 
 
