@@ -1,9 +1,12 @@
 """Demand: what the load asks for, in tokens, whoever serves it.
 
-Served rates fall behind when replicas are full, so demand is the larger of what is served and what is offered::
+Served and offered rates differ while a queue grows (served is too low) and while one is worked off (served is too high:
+the more replicas work it off, the more there seem to be needed)::
 
-    prefill_tps = max(prompt tokens computed per s,  prompt tokens arriving per s * (1 - cached share))
-    decode_tps  = max(tokens decoded per s,          arrivals per s * mean output tokens of a request)
+    served    prompt tokens computed per s                               tokens decoded per s
+    offered   prompt tokens arriving per s * (1 - cached share)          arrivals per s * mean output tokens of a request
+
+:meth:`Demand.rates` takes the offered ones while requests wait, or waited a moment ago, and the larger of both otherwise.
 
 Requests are counted in tokens because one long prompt is worth a hundred short ones. The two means (output tokens and
 uncached prompt tokens of a request, KV tokens of a sequence) are averages with a half-life of :data:`HALF_LIFE_S`, so
@@ -33,10 +36,12 @@ SEQUENCES_MIN = 1.0
 class Demand:
     """What the load asks for now. ``None``: unknown."""
 
-    prefill_tps: float
-    """Uncached prompt tokens per second."""
-    decode_tps: float
-    """Output tokens per second."""
+    served_prefill_tps: float
+    """Uncached prompt tokens computed per second."""
+    served_decode_tps: float
+    """Output tokens made per second."""
+    offered_prefill_tps: float | None
+    offered_decode_tps: float | None
     kv_tokens: int
     """KV tokens held, with those that waiting requests will need."""
     queue: int
@@ -50,6 +55,13 @@ class Demand:
     """Uncached, per request."""
     kv_tokens_mean: float | None
     """Per running sequence."""
+
+    def rates(self, backlog: bool) -> tuple[float, float]:
+        """Prefill and decode tokens per second the load asks for; ``backlog``: requests wait or waited a moment ago."""
+        prefill, decode = self.offered_prefill_tps, self.offered_decode_tps
+        if backlog and prefill is not None and decode is not None:
+            return prefill, decode
+        return max(prefill or 0.0, self.served_prefill_tps), max(decode or 0.0, self.served_decode_tps)
 
 
 class _Mean:
@@ -90,14 +102,14 @@ class DemandMeter:
         traffic, work = signals.traffic, signals.work
         prompt_mean, output_mean, kv_mean = self._prompt.value(), self._output_mean(signals), self._kv.value()
         cached = self._cached.value() or 0.0
-        offered_prefill = traffic.prompt_tps * (1 - cached) if traffic else 0.0
-        offered_decode = traffic.arrivals_ps * output_mean if traffic and output_mean is not None else 0.0
         queue = signals.queue or 0
         waiting_kv = (work.waiting if work else 0) * (prompt_mean or 0.0)
         return Demand(
-            prefill_tps=max(work.prefill_tps if work else 0.0, offered_prefill),
-            decode_tps=max(work.decode_tps if work else 0.0, offered_decode),
-            kv_tokens=int((work.kv_tokens_used if work else 0) + waiting_kv),
+            served_prefill_tps=work.prefill_tps if work else 0.0,
+            served_decode_tps=work.decode_tps if work else 0.0,
+            offered_prefill_tps=traffic.prompt_tps * (1 - cached) if traffic else None,
+            offered_decode_tps=traffic.arrivals_ps * output_mean if traffic and output_mean is not None else None,
+            kv_tokens=round((work.kv_tokens_used if work else 0) + waiting_kv),
             queue=queue,
             inflight=_inflight(signals),
             arrivals_ps=traffic.arrivals_ps if traffic else None,

@@ -7,10 +7,10 @@ Two questions are asked at each tick, and the larger answer counts::
                and prompts alone would meet it): at least one more than run; more when the queue, at its present slope,
                cannot be started at the end of :data:`HORIZON_S`
 
-More replicas than requests were open at once lately help nobody: the load's answer is bounded by that.
-Pressure is silent while replicas are pending (they are the answer to it, so a slow start never makes a fleet run away)
-and for :data:`SETTLE_NS` after their number changed. Before any step model can be trusted, load is open requests over
-``inflight_target``.
+More replicas than requests were open at once lately help nobody: the load's answer is bounded by that. Pressure asks
+for nothing while replicas are pending (they are the answer to it, so a slow start never makes a fleet run away) and for
+:data:`SETTLE_NS` after their number changed; but while it is there the number does not fall. Before any step model can
+be trusted, load is open requests over ``inflight_target``.
 
 Going down is asked for only where the remaining replicas carry the load with headroom and a tolerance:
 ``share <= n * headroom * DOWN_TOLERANCE``; never when blind, partly blind, without a fresh gateway or without Serve's
@@ -61,9 +61,11 @@ class Pressure:
     replicas: int
     reason: Reason
     startable: float | None
-    """Requests that can start within the TTFT objective."""
+    """Requests that can start within the TTFT objective; half of ``inflight_target`` while that cannot be computed."""
     slope_ps: float | None
     """Growth of the queue per second."""
+    full: bool = False
+    """Everybody is busy and requests wait for longer than they may: the number must not fall."""
 
 
 _NO_PRESSURE = Pressure(0, Reason("NoPressure", "nothing waits for longer than it may"), None, None)
@@ -131,9 +133,11 @@ class ReplicaScaler:
             text = f"{demand.inflight} open requests at {target} per replica"
             reason = Reason("InflightTarget", text)
         else:
-            share = capacity.share(demand.prefill_tps, demand.decode_tps, demand.kv_tokens)
+            prefill_tps, decode_tps = demand.rates(backlog=any(n for _, n in self._queue))
+            share = capacity.share(prefill_tps, decode_tps, demand.kv_tokens)
             up = max(1, _ceil(share / headroom))
-            down = max(1, _ceil(share / (headroom * DOWN_TOLERANCE)))
+            most = capacity.share(*demand.rates(backlog=False), demand.kv_tokens)
+            down = max(1, _ceil(most / (headroom * DOWN_TOLERANCE)))
             text = f"the load fills {share:.2f} replicas, planned to {headroom:.0%}"
             reason = Reason("Demand", text)
             open_max = max((n for _, n in self._inflight), default=0)
@@ -142,36 +146,36 @@ class ReplicaScaler:
                 reason = Reason("FewRequests", f"{text}, but only {open_max} requests were open at once")
         if pressure.replicas > up:
             up, reason = pressure.replicas, pressure.reason
-        if pressure.replicas:
-            down = max(down, running)
+        if pressure.full:
+            down = max(down, running, self._stabiliser.target or 0)
         return Ask(up, max(up, down), reason), share
 
     def _pressure(
         self, signals: Signals, demand: Demand, capacity: Capacity | None, running: int, pending: int, now_ns: int
     ) -> Pressure:
-        if pending or not _all_busy(signals, running):
-            return _NO_PRESSURE
-        if self._changed_ns is not None and now_ns - self._changed_ns < SETTLE_NS:
+        if not _all_busy(signals, running):
             return _NO_PRESSURE
         rate = _requests_ps(demand, capacity)
         ttft_s = self._config.objectives.ttft_ms / 1000
-        startable = running * rate * ttft_s if rate is not None else 0.0
+        startable = running * (rate * ttft_s if rate is not None else self._config.scaling.inflight_target / 2)
         missed_ms = self._ttft_missed_ms(signals, demand, capacity)
         slope = self._slope_ps()
         if demand.queue <= startable and missed_ms is None:
             return Pressure(0, _NO_PRESSURE.reason, startable, slope)
+        if pending or (self._changed_ns is not None and now_ns - self._changed_ns < SETTLE_NS):
+            return Pressure(0, Reason("Settling", "new replicas are the answer: wait for them"), startable, slope, True)
         if slope < 0 and demand.queue + slope * HORIZON_S <= startable:
             text = f"{demand.queue} wait, but the queue shrinks by {-slope:.2f} a second"
-            return Pressure(0, Reason("QueueShrinks", text), startable, slope)
+            return Pressure(0, Reason("QueueShrinks", text), startable, slope, True)
         more = 1
         if rate is not None:
             missing_ps = slope + (demand.queue - startable) / HORIZON_S
             more = max(1, _ceil(missing_ps / rate))
         if demand.queue > startable:
             text = f"all are busy and {demand.queue} wait, {startable:.1f} can start within {ttft_s:g} s"
-            return Pressure(running + more, Reason("QueuePressure", text), startable, slope)
+            return Pressure(running + more, Reason("QueuePressure", text), startable, slope, True)
         text = f"all are busy and TTFT is {missed_ms:.0f} ms, objective {self._config.objectives.ttft_ms:.0f} ms"
-        return Pressure(running + more, Reason("TtftMissed", text), startable, slope)
+        return Pressure(running + more, Reason("TtftMissed", text), startable, slope, True)
 
     def _ttft_missed_ms(self, signals: Signals, demand: Demand, capacity: Capacity | None) -> float | None:
         """TTFT at the quantile where it misses the objective and more replicas can cure that, else ``None``."""
@@ -245,8 +249,10 @@ def _inputs(
         "replicas_running": running,
         "replicas_reporting": len(signals.serving),
         "replicas_unknown": signals.unknown_replicas,
-        "demand_prefill_tps": demand.prefill_tps,
-        "demand_decode_tps": demand.decode_tps,
+        "served_prefill_tps": demand.served_prefill_tps,
+        "served_decode_tps": demand.served_decode_tps,
+        "offered_prefill_tps": demand.offered_prefill_tps,
+        "offered_decode_tps": demand.offered_decode_tps,
         "demand_kv_tokens": demand.kv_tokens,
         "demand_share": share,
         "queue": demand.queue,
@@ -257,4 +263,5 @@ def _inputs(
         "busy_share": signals.work.busy_share if signals.work else None,
         "startable_requests": pressure.startable,
         "queue_slope_ps": pressure.slope_ps,
+        "pressure": pressure.reason.code,
     }

@@ -5,7 +5,7 @@ A condition becomes active after its rule said *high* for ``on_ticks`` ticks in 
 
     slo_ttft          TTFT at the objective's quantile > objective          ends at 0.9 of it
     slo_itl           token gap at the quantile > objective                 ends at 0.9 of it
-    queue_growing     queue >= 4 and half as long again within the window   ends at < 2 or shrinking
+    queue_growing     queue >= 4 and half as long again within the window   ends at < 2 or not growing
     kv_pressure       fullest replica's KV share > 0.9                      ends at < 0.8
     preemptions       any in the window                                     ends at none
     cache_cold        realised / predicted hits < 0.6                       ends at >= 0.8
@@ -150,7 +150,7 @@ class Detector:
         evidence = {"queue": float(signals.queue), "older_mean": older, "newer_mean": newer}
         high = signals.queue >= 4 and newer >= 1.5 * older and newer - older >= 2
         return Verdict(
-            high, signals.queue < 2 or newer < older, evidence, f"queue went from {older:.1f} to {newer:.1f}"
+            high, signals.queue < 2 or newer < 1.1 * older, evidence, f"queue went from {older:.1f} to {newer:.1f}"
         )
 
     @staticmethod
