@@ -143,8 +143,8 @@ def check_length(input_tokens: int, output_tokens: int | None, context_max: int,
     if input_tokens > limit or input_tokens >= context_max:
         raise refused(
             f"This model's maximum context length is {context_max} tokens. However, you requested {asked} output "
-            f"tokens and your prompt contains {input_tokens} input tokens, for a total of {input_tokens + asked} tokens. "
-            "Please reduce the length of the input prompt or the number of requested output tokens.",
+            f"tokens and your prompt contains {input_tokens} input tokens, for a total of {input_tokens + asked} "
+            "tokens. Please reduce the length of the input prompt or the number of requested output tokens.",
             "input_tokens", value=input_tokens,
         )  # fmt: skip
 
