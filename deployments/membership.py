@@ -58,10 +58,7 @@ class Membership:
                 continue
             members[replica_id] = replica.routing_stats
         self.targets = targets
-        policies = self.policies
-        for replica_id in policies.fleet.update(members, now_ns()):
-            policies.flow_context.book.forget(replica_id)
-            policies.router.forget(replica_id)
+        for replica_id in self.policies.update_members(members, now_ns()):
             if self._on_removed is not None:
                 self._on_removed(replica_id)
 

@@ -314,4 +314,4 @@ class FlowMachine(RuleBasedStateMachine):
 
 
 TestFlowMachine = FlowMachine.TestCase
-TestFlowMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestFlowMachine.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
