@@ -3,14 +3,14 @@
 Served and offered rates differ while a queue grows (served is too low) and while one is worked off (served is too high:
 the more replicas work it off, the more there seem to be needed)::
 
-    served    prompt tokens computed per s                               tokens decoded per s
-    offered   prompt tokens arriving per s * (1 - cached share)          arrivals per s * mean output tokens of a request
+    served    prompt tokens computed per s                         tokens decoded per s
+    offered   prompt tokens arriving per s * (1 - cached share)    arrivals per s * mean output tokens of a request
 
-:meth:`Demand.rates` takes the offered ones while requests wait, or waited a moment ago, and the larger of both otherwise.
+:meth:`Demand.rates` takes the offered ones while requests wait, or waited a moment ago, else the larger of both.
 
 Requests are counted in tokens because one long prompt is worth a hundred short ones. The two means (output tokens and
 uncached prompt tokens of a request, KV tokens of a sequence) are averages with a half-life of :data:`HALF_LIFE_S`, so
-that they outlive a quiet minute. The mean output counts half of the requests in flight as ended, because part of the
+that they outlive a quiet minute. The mean output counts half of the running sequences as ended, because part of the
 output belongs to those.
 
 This module knows nothing of replicas' capacity and decides nothing.
@@ -130,7 +130,7 @@ class DemandMeter:
             self._prompt.add(uncached * elapsed_s, traffic.arrivals_ps * elapsed_s, elapsed_s)
 
     def _output_mean(self, signals: Signals) -> float | None:
-        return self._output.value(more_weight=signals.traffic.inflight / 2 if signals.traffic else 0.0)
+        return self._output.value(more_weight=signals.work.running / 2 if signals.work else 0.0)
 
 
 def _inflight(signals: Signals) -> int:

@@ -3,9 +3,12 @@
 Two questions are asked at each tick, and the larger answer counts::
 
     load       ceil(share of the demand / headroom)                 share: autoscaling/capacity.py
-    pressure   where every replica is busy and more waits than can start within the TTFT objective (or TTFT is missed
-               and prompts alone would meet it): at least one more than run; more when the queue, at its present slope,
-               cannot be started at the end of :data:`HORIZON_S`
+    pressure   where every replica is full and more waits than can start within the TTFT objective (or TTFT is missed
+               and prompts alone would meet it): as many more as work the queue off within :data:`CLEAR_S`, at least
+               one, unless the replicas there are do that already
+
+A replica is full when it is busy and requests wait in it or its batch is at its cap: one stream alone keeps an engine
+busy, and a queue that sits on one of several replicas is the router's to cure.
 
 More replicas than requests were open at once lately help nobody: the load's answer is bounded by that. Pressure asks
 for nothing while replicas are pending (they are the answer to it, so a slow start never makes a fleet run away) and for
@@ -25,7 +28,7 @@ from dataclasses import dataclass
 
 from policies.config import PolicyConfig
 from policies.control.scaler import ScaleAdvice
-from policies.control.signals import Signals
+from policies.control.signals import ReplicaSignals, Signals
 from policies.types import Reason, ReplicaState
 
 from autoscaling.capacity import Capacity, mean_capacity
@@ -41,8 +44,11 @@ BUSY_SHARE_FULL = 0.95
 SAMPLES_MIN = 5
 """Values of a latency histogram needed before its quantile counts."""
 
-HORIZON_S = 30.0
-"""How far ahead the queue is judged: about the time a new replica takes to serve."""
+CLEAR_S = 120.0
+"""A queue should be worked off within this time, beside what arrives meanwhile."""
+
+FULL_SHARE_MIN = 0.8
+"""Share of the replicas that must be full: with many, one is always between two requests."""
 
 SLOPE_NS = 12_000_000_000
 """The queue's slope is taken over this time."""
@@ -65,7 +71,7 @@ class Pressure:
     slope_ps: float | None
     """Growth of the queue per second."""
     full: bool = False
-    """Everybody is busy and requests wait for longer than they may: the number must not fall."""
+    """Everybody is full and requests wait for longer than they may: the number must not fall."""
 
 
 _NO_PRESSURE = Pressure(0, Reason("NoPressure", "nothing waits for longer than it may"), None, None)
@@ -153,7 +159,7 @@ class ReplicaScaler:
     def _pressure(
         self, signals: Signals, demand: Demand, capacity: Capacity | None, running: int, pending: int, now_ns: int
     ) -> Pressure:
-        if not _all_busy(signals, running):
+        if not _all_full(signals, running):
             return _NO_PRESSURE
         rate = _requests_ps(demand, capacity)
         ttft_s = self._config.objectives.ttft_ms / 1000
@@ -164,17 +170,15 @@ class ReplicaScaler:
             return Pressure(0, _NO_PRESSURE.reason, startable, slope)
         if pending or (self._changed_ns is not None and now_ns - self._changed_ns < SETTLE_NS):
             return Pressure(0, Reason("Settling", "new replicas are the answer: wait for them"), startable, slope, True)
-        if slope < 0 and demand.queue + slope * HORIZON_S <= startable:
+        missing_ps = slope + max(0.0, demand.queue - startable) / CLEAR_S
+        if missing_ps <= 0 and slope < 0:
             text = f"{demand.queue} wait, but the queue shrinks by {-slope:.2f} a second"
             return Pressure(0, Reason("QueueShrinks", text), startable, slope, True)
-        more = 1
-        if rate is not None:
-            missing_ps = slope + (demand.queue - startable) / HORIZON_S
-            more = max(1, _ceil(missing_ps / rate))
+        more = max(1, _ceil(missing_ps / rate)) if rate is not None else 1
         if demand.queue > startable:
-            text = f"all are busy and {demand.queue} wait, {startable:.1f} can start within {ttft_s:g} s"
+            text = f"all are full and {demand.queue} wait, {startable:.1f} can start within {ttft_s:g} s"
             return Pressure(running + more, Reason("QueuePressure", text), startable, slope, True)
-        text = f"all are busy and TTFT is {missed_ms:.0f} ms, objective {self._config.objectives.ttft_ms:.0f} ms"
+        text = f"all are full and TTFT is {missed_ms:.0f} ms, objective {self._config.objectives.ttft_ms:.0f} ms"
         return Pressure(running + more, Reason("TtftMissed", text), startable, slope, True)
 
     def _ttft_missed_ms(self, signals: Signals, demand: Demand, capacity: Capacity | None) -> float | None:
@@ -215,11 +219,17 @@ def _hold_down(signals: Signals) -> Reason | None:
     return None
 
 
-def _all_busy(signals: Signals, running: int) -> bool:
-    """Whether every running replica is saturated; one that says nothing counts as empty, a stuck one as full."""
-    busy = [r.busy_share for r in signals.serving]
+def _all_full(signals: Signals, running: int) -> bool:
+    """Whether the running replicas are full; one that says nothing counts as empty, a stuck one as full."""
     stuck = sum(1 for r in signals.fresh if r.latest.state is ReplicaState.STUCK)
-    return 0 < running <= len(busy) + stuck and all(b is not None and b >= BUSY_SHARE_FULL for b in busy)
+    full = stuck + sum(1 for r in signals.serving if _is_full(r))
+    return running > 0 and bool(signals.serving) and full >= running * FULL_SHARE_MIN
+
+
+def _is_full(replica: ReplicaSignals) -> bool:
+    latest, busy = replica.latest, replica.busy_share
+    at_cap = latest.running >= (latest.knobs.running_seqs_max or latest.running_seqs_hard)
+    return busy is not None and busy >= BUSY_SHARE_FULL and (latest.waiting > 0 or at_cap)
 
 
 def _requests_ps(demand: Demand, capacity: Capacity | None) -> float | None:

@@ -304,7 +304,7 @@ class BatchTuner:
         """Compare measured gaps with the objective; true when the budget must shrink below the model's value."""
         tokens_max, objective = self.wish.step_tokens_max, self._objectives.itl_ms
         in_force = [r.itl.counts for r in since if r.knobs.step_tokens_max == tokens_max]
-        counts = tuple(sum(column) for column in zip(*in_force, strict=True))
+        counts = tuple(map(sum, zip(*in_force, strict=True)))
         if tokens_max is None or sum(counts) < OUTCOME_SAMPLES_MIN:
             return False
         measured = Histogram(counts).quantile_ms(self._objectives.quantile)
@@ -349,7 +349,7 @@ def _point(window: Sequence[Sampled[ReplicaReport]], model: StepCoefficients, it
     latest = window[-1].value
     heaviest = max((s.value for s in window), key=lambda r: (r.running, r.kv_tokens_used))
     prefill_tokens = sum(s.value.prefill_tokens for s in window)
-    gaps = sum(s.value.itl.count for s in window)
+    decoding = any(any(s.value.itl.counts) for s in window)
     return BatchPoint(
         model=model,
         running=max(1, heaviest.running),
@@ -357,6 +357,6 @@ def _point(window: Sequence[Sampled[ReplicaReport]], model: StepCoefficients, it
         kv_tokens_max=latest.kv_tokens_max,
         running_seqs_hard=latest.running_seqs_hard,
         step_tokens_hard=latest.step_tokens_hard,
-        prefill_only=prefill_tokens > 0 and gaps == 0,
+        prefill_only=prefill_tokens > 0 and not decoding,
         itl_share=itl_share,
     )

@@ -24,7 +24,6 @@ from typing import Generic, Protocol, TypeVar
 
 from policies.config import ControlConfig
 from policies.types import (
-    LATENCY_BOUNDS_MS,
     FleetView,
     GatewayReport,
     Histogram,
@@ -316,13 +315,10 @@ class SignalBook:
 
 def merge(histograms: Iterable[Histogram]) -> Histogram:
     """Sum of any number of histograms."""
-    counts = [0] * (len(LATENCY_BOUNDS_MS) + 1)
-    sum_ms = 0.0
-    for h in histograms:
-        if any(h.counts):
-            counts = [a + b for a, b in zip(counts, h.counts, strict=True)]
-            sum_ms += h.sum_ms
-    return Histogram(tuple(counts), sum_ms)
+    some = [h for h in histograms if h.sum_ms or any(h.counts)]
+    if not some:
+        return Histogram()
+    return Histogram(tuple(map(sum, zip(*(h.counts for h in some), strict=True))), sum(h.sum_ms for h in some))
 
 
 def _replica_signals(
