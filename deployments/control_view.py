@@ -59,11 +59,14 @@ def wire_plan(plan: Plan) -> dict[str, Any]:
 
 def in_words(decision: Decision) -> str:
     """One line for the log."""
+    before, after = decision.before, decision.after
     changes = [
-        f"{key} {_number(decision.before.get(key))} -> {_number(value)}" for key, value in decision.after.items()
+        f"{key} {_number(before.get(key))} -> {_number(value)}"
+        for key, value in after.items()
+        if before.get(key) != value
     ]
+    what = ", ".join(changes or [f"{key} stays {_number(value)}" for key, value in after.items()])
     acted = "" if decision.acted else " (shadow: not acted on)"
-    what = ", ".join(changes) or "unchanged"
     return f"{decision.lever} of {decision.target}: {what}; {decision.reason.text} [{decision.reason.code}]{acted}"
 
 

@@ -105,7 +105,7 @@ class PlanFollowingPolicy:
         actor_suffix: end of that name; between the two stands a version that Serve chooses.
         namespace: Ray namespace the actor lives in.
         inflight_target: open requests per replica of the local rule.
-        acting: ``False`` in shadow mode: the number of replicas is left alone, plan or not.
+        acting: ``False`` in shadow mode and with scaling switched off: the number is left alone, plan or not.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class PlanFollowingPolicy:
     def _answer(self, ctx: AutoscalingContext, now_ns: int) -> tuple[int, str]:
         bounds = (ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas)
         if not self._acting:
-            return max(bounds[0], min(bounds[1], ctx.target_num_replicas)), "held: shadow mode"
+            return max(bounds[0], min(bounds[1], ctx.target_num_replicas)), "held: shadow mode, or scaling is off"
         plan = self._followed.current(now_ns)
         inflight = None if plan is not None else _inflight(ctx.aggregated_metrics)
         return decide(plan, ctx.target_num_replicas, bounds, inflight, self._inflight_target)
@@ -224,7 +224,7 @@ def autoscaling_config(settings: Settings) -> dict[str, Any]:
                 "actor_suffix": suffix,
                 "namespace": SERVE_NAMESPACE,
                 "inflight_target": scaling.inflight_target,
-                "acting": settings.control.mode == "act",
+                "acting": scaling.enabled and settings.control.mode == "act",
             },
         },
     }

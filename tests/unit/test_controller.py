@@ -258,6 +258,14 @@ def test_a_decision_reads_as_one_sentence() -> None:
     )
 
 
+def test_a_decision_names_what_changed_or_that_nothing_did() -> None:
+    reason = Reason("HeldPartial", "one is silent")
+    batch = Decision(1, 7, "batch", "r1", {"a": 4, "b": 512}, {"a": 4, "b": 256.5}, True, reason, {})
+    assert control_view.in_words(batch) == "batch of r1: b 512 -> 256.5; one is silent [HeldPartial]"
+    hold = Decision(1, 7, "replicas", "m", {"replicas_target": 2}, {"replicas_target": 2}, True, reason, {})
+    assert control_view.in_words(hold) == "replicas of m: replicas_target stays 2; one is silent [HeldPartial]"
+
+
 def test_metrics_show_the_replica_and_drop_it_when_it_is_forgotten() -> None:
     controller = _controller()
     controller.report_replica(_replica())

@@ -206,9 +206,12 @@ def test_serve_accepts_the_configuration_and_neither_delays_nor_scales() -> None
     assert config.policy.policy_kwargs["inflight_target"] == 3
 
 
-@pytest.mark.parametrize(("mode", "acting"), [("act", True), ("shadow", False)])
-def test_the_policy_knows_the_mode(mode: str, acting: bool) -> None:
-    assert _config(control={"mode": mode}).policy.policy_kwargs["acting"] is acting
+@pytest.mark.parametrize(
+    ("mode", "enabled", "acting"), [("act", True, True), ("shadow", True, False), ("act", False, False)]
+)
+def test_in_shadow_mode_and_switched_off_the_policy_does_not_act(mode: str, enabled: bool, acting: bool) -> None:
+    config = _config(control={"mode": mode}, scaling={"enabled": enabled})
+    assert config.policy.policy_kwargs["acting"] is acting
 
 
 def test_the_policy_runs_in_a_process_that_does_not_have_the_project(tmp_path: Path) -> None:
