@@ -1,7 +1,7 @@
 """The one reading of time the rest of ``deployments`` passes on to the policies.
 
-Monotonic, so that ages never jump with the wall clock. Values of two processes must not be compared: what crosses a process
-carries a sequence number and gets the receiver's time.
+Monotonic, so that ages never jump with the wall clock. Values of two processes must not be compared: what crosses a
+process carries a sequence number and gets the receiver's time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Prometheus metrics of one process, built from ``dashboards/catalogue.py`` into a registry of its own.
 
-``telemetry["tidegate_requests_total"].inc(endpoint=..., outcome=..., reason=...)``: names and labels are checked against
-the catalogue, and a mistake raises :class:`TelemetryError` at once instead of exporting a series nobody looks at. Each
-label has a bound of values; what goes beyond is counted under ``other``. ``None`` sets a gauge to NaN, "unknown"; a gauge
-never set is not exported. Numbers are kept here and handed to prometheus_client when it renders: its own counters add a
-``_created`` series to each, and its own histograms cannot add a whole :class:`policies.types.Histogram`.
+``telemetry["tidegate_requests_total"].inc(endpoint=..., outcome=..., reason=...)``: names and labels are checked
+against the catalogue, and a mistake raises :class:`TelemetryError` at once instead of exporting a series nobody looks
+at. Each label has a bound of values; what goes beyond is counted under ``other``. ``None`` sets a gauge to NaN,
+"unknown"; a gauge never set is not exported. Numbers are kept here and handed to prometheus_client when it renders: its
+own counters add a ``_created`` series to each, and its own histograms cannot add a whole
+:class:`policies.types.Histogram`.
 
 Not thread-safe: one event loop writes and renders. It must not use prometheus_client's default registry, which Ray and
 vLLM fill with metrics of their own.
