@@ -94,7 +94,9 @@ def cluster_environment(settings: Settings, ports: Ports, temp_dir: str, run_id:
         RUN_VARIABLE: run_id,
         "RAY_AUTH_MODE": "token",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # there is no other node to drain to
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_DEPLOYMENT_ACTOR_HEALTH_CHECK_PERIOD_S": "2",  # a dead controller is noticed within this time
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports.fallback_http),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports.fallback_grpc),
         **{f"RAY_SERVE_HAPROXY_{name}": str(value) for name, value in haproxy.items()},
@@ -111,8 +113,16 @@ def start_ray(root: Path, log: Path, state: RunState, settings: Settings, ports:
     Path(state.temp_dir, "haproxy").mkdir(parents=True, exist_ok=True)
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
-        *("--node-ip-address", "127.0.0.1", "--port", str(ports.gcs)),
-        *("--include-dashboard", "true", "--dashboard-host", "127.0.0.1", "--dashboard-port", str(ports.dashboard)),
+        *(
+            "--port",
+            str(ports.gcs),
+            "--include-dashboard",
+            "true",
+            "--dashboard-host",
+            "127.0.0.1",
+            "--dashboard-port",
+            str(ports.dashboard),
+        ),
         *("--dashboard-agent-listen-port", "0", "--ray-client-server-port", str(_free_port())),
         *("--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", state.temp_dir, "--log-color", "false"),
     ]
@@ -171,7 +181,7 @@ class ServeApi:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 text = answer.read(_ANSWER_BYTES_MAX)
         except urllib.error.HTTPError as error:
-            words = error.read(2_000).decode(errors="replace").strip()
+            words = error.read(_ANSWER_BYTES_MAX).decode(errors="replace").strip()
             raise (NotReadyError if error.code >= 500 else RefusedError)(f"HTTP {error.code}: {words}") from None
         except OSError as error:
             raise NotReadyError(str(error)) from None

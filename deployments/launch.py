@@ -219,7 +219,10 @@ def _deploy(plan: Plan, process: subprocess.Popen[bytes], progress: Progress) ->
             ServeApi(plan.ports.dashboard).deploy(plan.config)
         except (NotReadyError, RefusedError) as error:
             _must_live(process)
-            raise StartError(f"Serve did not take the configuration: {_last_error(str(error))}") from None
+            (RUN_FOLDER / "deploy_error.log").write_text(str(error), encoding="utf-8")
+            raise StartError(
+                f"Serve did not take the configuration: {_last_error(str(error))}; see .run/deploy_error.log"
+            ) from None
 
 
 def _wait_until_ready(plan: Plan, process: subprocess.Popen[bytes], timeout_s: float, progress: Progress) -> None:

@@ -1,0 +1,74 @@
+# Tidegate. `make serve` needs nothing but Python 3.11; everything lands in .venv, .run and ~/.cache/tidegate.
+
+.DEFAULT_GOAL := help
+.SILENT:
+MAKEFLAGS += --no-print-directory
+
+export PYTHON
+PY := .venv/bin/python
+PYTEST := $(PY) -m pytest --quiet
+PURE := tests/unit tests/property tests/test_architecture.py
+STACK := tests/contract tests/serve
+ENGINE := tests/engine
+BENCHES := startup added_ttft relay_cpu affinity token_budget scaling controller_kill
+
+.PHONY: help serve stop model doctor check format lint types imports pure test stack engine bench lock install dev
+
+help: ## Show this
+	grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+
+serve: install ## Start Tidegate here and stay until Ctrl-C (options: make serve ARGS='--help')
+	exec $(PY) -m deployments.cli up $(ARGS)
+
+stop: ## End what `make serve` started from this folder, and nothing else
+	if [ -x $(PY) ]; then exec $(PY) -m deployments.cli down; else echo "nothing to end"; fi
+
+model: install ## Fetch and convert the bundled model (make model ARGS=--verify compares checksums)
+	exec $(PY) -m deployments.cli model $(ARGS)
+
+doctor: install ## Check configuration and machine, start nothing
+	exec $(PY) -m deployments.cli doctor $(ARGS)
+
+check: dev ## Format, lint, types, import rules, pure tests; under a minute
+	$(MAKE) format lint imports
+	$(MAKE) -j2 --output-sync=target types pure
+
+format: dev
+	$(PY) -m ruff format --check --quiet . || { echo "error: not formatted; run: .venv/bin/ruff format ." >&2; exit 1; }
+
+lint: dev
+	$(PY) -m ruff check --quiet .
+
+types: dev
+	$(PY) -m mypy --no-error-summary
+
+imports: dev
+	out=$$(.venv/bin/lint-imports --no-cache 2>&1) || { echo "$$out"; exit 1; }
+
+pure: dev
+	$(PYTEST) $(PURE)
+
+test: dev ## All tests: pure, then Ray Serve with emulated engines, then real vLLM; under 20 minutes
+	$(MAKE) pure
+	$(MAKE) stack
+	$(MAKE) engine
+
+stack: dev
+	$(PYTEST) $(STACK)
+
+engine: dev
+	$(PY) -m deployments.cli model
+	$(PYTEST) $(ENGINE)
+
+bench: dev ## Run every benchmark and print its table
+	$(PY) -m deployments.cli model
+	set -e; for name in $(BENCHES); do echo; echo "== $$name"; $(PY) -m tests.bench.$$name; done
+
+lock: dev ## Resolve requirements/*.lock anew from pyproject.toml
+	$(PY) requirements/lock.py
+
+install:
+	requirements/install.sh cpu
+
+dev:
+	requirements/install.sh cpu dev
