@@ -39,7 +39,7 @@ _CRC = struct.Struct("<I")
 _KNOBS = struct.Struct("<Qqqq")
 _GAUGES = struct.Struct("<Q17q")
 _STEP = struct.Struct("<Q8q")
-_NONE = -1
+_NONE = -(1 << 63)
 
 _HEADER_BYTES = 64
 _KNOBS_SLOT_BYTES = 64
@@ -270,7 +270,7 @@ class EngineShared:
 
 
 def _gauge_values(gauges: EngineGauges) -> tuple[int, ...]:
-    """Fields in layout order; ``None`` as -1."""
+    """Fields in layout order; ``None`` as the smallest number."""
     return tuple(_NONE if (v := getattr(gauges, name)) is None else v for name in _GAUGE_NAMES)
 
 

@@ -18,6 +18,7 @@ import dataclasses
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from ray import serve
 from deployments.clock import now_ns
 from deployments.controller_actor import ACTOR_NAME, OWNER_DEPLOYMENT
 from deployments.knobs import EngineShared
-from deployments.replica_host import LOOPBACK, ReplicaHost, ReplicaIdentity
+from deployments.replica_host import LOOPBACK, ReplicaHost, ReplicaIdentity, Report
 from deployments.scaling import autoscaling_config
 from deployments.sensors import GpuSensor
 from deployments.serve_internals import find_controller_actor
@@ -80,9 +81,16 @@ def process_started_ns() -> int:
 
 
 def new_host(
-    settings: Settings, shared: EngineShared, started_ns: int, gpu_devices: list[str] | None = None
+    settings: Settings,
+    shared: EngineShared,
+    started_ns: int,
+    gpu_devices: list[str] | None = None,
+    through: Callable[[Report], Report] = lambda deliver: deliver,
 ) -> ReplicaHost:
-    """The host of the calling replica. Only inside a replica of Ray Serve."""
+    """The host of the calling replica. Only inside a replica of Ray Serve.
+
+    ``through`` wraps the delivery of reports: scripted faults of signals play there.
+    """
     context = serve.get_replica_context()
     host = LOOPBACK if settings.model.listen == "loopback" else ray.util.get_node_ip_address()
     identity = ReplicaIdentity(context.replica_id.unique_id, context.app_name, context.deployment, host)
@@ -92,7 +100,7 @@ def new_host(
         shared,
         identity,
         started_ns,
-        ControllerLine(context.app_name),
+        through(ControllerLine(context.app_name)),
         GpuSensor(gpu_devices or []).utilisation_share,
     )
 
@@ -104,11 +112,12 @@ class ControllerLine:
         """``app`` is the application's name in Serve."""
         self._app = app
         self._actor: Any = None
+        self._lookup: asyncio.Future[Any] | None = None
 
     async def __call__(self, report: ReplicaReport) -> Plan | None:
         """Hand over ``report`` and return the newest plan; raises when there is no controller."""
         if self._actor is None:
-            self._actor = await asyncio.to_thread(find_controller_actor, self._app, OWNER_DEPLOYMENT, ACTOR_NAME)
+            self._actor = await self._find()
         if self._actor is None:
             raise ConnectionError("there is no controller")
         try:
@@ -117,3 +126,11 @@ class ControllerLine:
             self._actor = None
             raise
         return plan
+
+    async def _find(self) -> Any:
+        """The lookup blocks, so it runs in a thread; a hanging one is joined, not multiplied."""
+        if self._lookup is None or self._lookup.done():
+            self._lookup = asyncio.ensure_future(
+                asyncio.to_thread(find_controller_actor, self._app, OWNER_DEPLOYMENT, ACTOR_NAME)
+            )
+        return await asyncio.shield(self._lookup)
