@@ -8,9 +8,9 @@ Formula::
 tokens computed in it. :class:`StepModel` fits the four coefficients by recursive least squares of the *relative* error
 (a decode step of 20 ms counts as much as a prefill step of 2 s), with two safeguards that live traffic needs:
 
-* Directional forgetting (Cao and Schwartz, Automatica 36, 2000): only the direction of the features just seen is
-  discounted. An hour of pure decoding keeps what was learned about prefill; plain exponential forgetting would lose it
-  within :data:`FORGETTING`'s window of some 200 steps, which is seconds.
+* Directional forgetting (Kulhavy, Automatica 23, 1987): a step makes only the prediction for its own features less
+  certain before it is learned from, so that each kind of step remembers its own last 200 or so. An hour of pure
+  decoding keeps what was learned about prefill; plain exponential forgetting would lose it within seconds.
 * Huber weights: a relative residual above the limit pulls with the force of the limit. The limit follows the smoothed
   error, so one page fault moves nothing, while a lasting change of speed is followed.
 
@@ -20,13 +20,12 @@ It must not decide anything, and it must not trust a clock: durations come from 
 from __future__ import annotations
 
 import math
-from math import sqrt
 from typing import TypeAlias
 
 from policies.types import StepCoefficients
 
 FORGETTING = 0.995
-"""Share of the old information that is kept in the direction of a new step."""
+"""Share of the certainty about a step like the new one that is kept when the new one is learned from."""
 
 FORGETTING_MIN = 0.95
 """The same while predictions are far off: a changed engine is learned anew, not averaged with what it was."""
@@ -101,7 +100,7 @@ class StepModel:
             raise ValueError(f"prior coefficients must be finite and not negative: {prior}")
         self._theta = start
         self._served: _Vector = list(start)
-        self._info = _prior_information(start)
+        self._covariance = _prior_covariance(start)
         self._steps = prior.samples
         self._seen = 0
         self._error_share = prior.error_share
@@ -142,76 +141,49 @@ class StepModel:
         return 1.0 if self._seen < WARM_UP_STEPS or residual <= limit else limit / residual
 
     def _learn(self, z: _Vector, y: float, weight: float) -> None:
-        info, theta = self._info, self._theta
+        cov, theta = self._covariance, self._theta
         z0, z1, z2, z3 = z
-        v = [r[0] * z0 + r[1] * z1 + r[2] * z2 + r[3] * z3 for r in info]
-        known = v[0] * z0 + v[1] * z1 + v[2] * z2 + v[3] * z3
-        excess = max(0.0, (self._error_share or 0.0) - ERROR_TOLERATED)
-        forget = weight * (1 - max(FORGETTING_MIN, FORGETTING - FORGETTING_DROP * excess)) / known
-        for i in range(4):
-            row, vi, zi = info[i], v[i] * forget, z[i] * weight
-            row[0] += zi * z0 - vi * v[0]
-            row[1] += zi * z1 - vi * v[1]
-            row[2] += zi * z2 - vi * v[2]
-            row[3] += zi * z3 - vi * v[3]
-        force = weight * (y - theta[0] * z0 - theta[1] * z1 - theta[2] * z2 - theta[3] * z3)
-        change = _solve(info, [zi * force for zi in z])
-        if change is None:
-            self._info = _prior_information(self._served)
-            self._theta = list(self._served)
+        u = [r[0] * z0 + r[1] * z1 + r[2] * z2 + r[3] * z3 for r in cov]
+        u0, u1, u2, u3 = u
+        variance = u0 * z0 + u1 * z1 + u2 * z2 + u3 * z3
+        if not 0 < variance < math.inf:
+            self._covariance, self._theta = _prior_covariance(self._served), list(self._served)
             return
-        self._theta = theta = [t + d for t, d in zip(theta, change, strict=True)]
+        excess = max(0.0, (self._error_share or 0.0) - ERROR_TOLERATED)
+        kept = max(FORGETTING_MIN, FORGETTING - FORGETTING_DROP * excess)
+        shrunk = 1 / (kept + weight * variance)
+        step = weight * shrunk * (y - theta[0] * z0 - theta[1] * z1 - theta[2] * z2 - theta[3] * z3)
+        self._theta = theta = [theta[0] + u0 * step, theta[1] + u1 * step, theta[2] + u2 * step, theta[3] + u3 * step]
+        factor = (weight - (1 - kept) / variance) * shrunk
+        for row, ui in zip(cov, u, strict=True):
+            scaled = ui * factor
+            row[0] -= scaled * u0
+            row[1] -= scaled * u1
+            row[2] -= scaled * u2
+            row[3] -= scaled * u3
         if min(theta) >= 0:
             self._served = theta
         elif self._seen < WARM_UP_STEPS or self._seen % HOLD_REFRESH_STEPS == 0:
-            self._served = _not_negative(theta, info)
+            self._served = _not_negative(theta, cov)
 
 
-def _prior_information(theta: _Vector) -> _Matrix:
-    """Diagonal information matrix that believes ``theta`` within a factor of about two, weakly."""
+def _prior_covariance(theta: _Vector) -> _Matrix:
+    """Diagonal covariance that believes ``theta`` within a factor of about two, in units of one step's noise."""
     typical_ms = max(sum(theta), _PREDICTED_MS_MIN)
-    info = [[0.0] * 4 for _ in range(4)]
-    for i, value in enumerate(theta):
-        info[i][i] = (PRIOR_NOISE / max(value, typical_ms / 10, 1.0)) ** 2
-    return info
+    spread = [(max(value, typical_ms / 10, 1.0) / PRIOR_NOISE) ** 2 for value in theta]
+    return [[spread[i] if i == j else 0.0 for j in range(4)] for i in range(4)]
 
 
-def _solve(matrix: _Matrix, right: _Vector) -> _Vector | None:
-    """Solve a symmetric positive definite 4x4 system by Cholesky; ``None`` when it is not positive definite.
-
-    Written out because it runs once per engine step: loops take three times as long.
-    """
-    (m00, _, _, _), (m10, m11, _, _), (m20, m21, m22, _), (m30, m31, m32, m33) = matrix
-    try:
-        l00 = sqrt(m00)
-        l10, l20, l30 = m10 / l00, m20 / l00, m30 / l00
-        l11 = sqrt(m11 - l10 * l10)
-        l21, l31 = (m21 - l20 * l10) / l11, (m31 - l30 * l10) / l11
-        l22 = sqrt(m22 - l20 * l20 - l21 * l21)
-        l32 = (m32 - l30 * l20 - l31 * l21) / l22
-        l33 = sqrt(m33 - l30 * l30 - l31 * l31 - l32 * l32)
-        y0 = right[0] / l00
-        y1 = (right[1] - l10 * y0) / l11
-        y2 = (right[2] - l20 * y0 - l21 * y1) / l22
-        x3 = (right[3] - l30 * y0 - l31 * y1 - l32 * y2) / l33 / l33
-    except (ValueError, ZeroDivisionError):
-        return None
-    x2 = (y2 - l32 * x3) / l22
-    x1 = (y1 - l21 * x2 - l31 * x3) / l11
-    return [(y0 - l10 * x1 - l20 * x2 - l30 * x3) / l00, x1, x2, x3]
-
-
-def _not_negative(theta: _Vector, info: _Matrix) -> _Vector:
-    """Best coefficients with negative ones held at zero: least ``(x - theta)' info (x - theta)`` on the free ones."""
-    held: set[int] = set()
-    x = theta
-    while min(x) < 0:
-        held.add(min(range(4), key=x.__getitem__))
-        right = [0.0 if i in held else sum(info[i][j] * theta[j] for j in held) for i in range(4)]
-        shift = _solve(
-            [[info[i][j] if not {i, j} & held else float(i == j) for j in range(4)] for i in range(4)], right
-        )
-        if shift is None:
-            return [max(0.0, v) for v in theta]
-        x = [0.0 if i in held else theta[i] + shift[i] for i in range(4)]
-    return x
+def _not_negative(theta: _Vector, covariance: _Matrix) -> _Vector:
+    """Best coefficients with the negative ones held at zero: the fit under ``x[i] = 0``, one after the other."""
+    x, cov, free = list(theta), covariance, {0, 1, 2, 3}
+    while free:
+        i = min(free, key=x.__getitem__)
+        if x[i] >= 0 or cov[i][i] <= 0:
+            break
+        free.remove(i)
+        gain = [row[i] / cov[i][i] if j in free else 0.0 for j, row in enumerate(cov)]
+        x = [v - g * x[i] for v, g in zip(x, gain, strict=True)]
+        cov = [[v - g * w for v, w in zip(row, cov[i], strict=True)] for row, g in zip(cov, gain, strict=True)]
+        x[i] = 0.0
+    return [max(0.0, v) for v in x]

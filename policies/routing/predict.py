@@ -70,6 +70,8 @@ class Estimate:
     uncached_tokens: float
     """Prompt tokens to compute, as far as the strength trusts the hit."""
     load_tokens: float
+    bounded_tokens: float
+    """Load without the backlog that may be the computation of this request's own prefix."""
 
 
 def joined_load(view: ReplicaView, sample_age_ms_max: float) -> Load:
@@ -99,7 +101,8 @@ def estimate(request: Request, view: ReplicaView, hit_blocks: int, strength: flo
         wait_ms = ends * OUTPUT_TOKENS_GUESS * predict_step_ms(step, running, load.kv_tokens, 0) / max(1, running)
     chunk = view.step_tokens_max or CHUNK_TOKENS_GUESS
     compute_ms = prefill_ms(step, load.prefill_tokens + uncached, chunk, running, load.kv_tokens)
-    return Estimate(wait_ms + compute_ms, hit_tokens, uncached, load.tokens)
+    own_backlog = min(hit_tokens, load.prefill_tokens)
+    return Estimate(wait_ms + compute_ms, hit_tokens, uncached, load.tokens, load.tokens - own_backlog)
 
 
 def _join(local: int, sample: int | None, local_at_sample: int | None) -> int:

@@ -19,7 +19,7 @@ def text_key(text: str) -> int:
 
 
 def score(key: int, replica_id: ReplicaId) -> int:
-    """Weight of ``replica_id`` for ``key`` in 0..2**64-1, mixed by the finaliser of splitmix64 (Steele et al., 2014)."""
+    """Weight of ``replica_id`` for ``key`` in 0..2**64-1; splitmix64 finaliser (Steele et al., 2014)."""
     z = (key ^ text_key(replica_id)) & _MASK
     z = (z + 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

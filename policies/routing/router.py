@@ -5,9 +5,11 @@
    is no better than that. Equals are ordered by least uncached prompt tokens (the fleet's work), then by rendezvous
    hashing of the prompt's first block, so that several gateways send a prefix that nobody holds to the same replica
    without talking. Prompts too short for a block have no prefix to keep together: equals go by least load.
-3. Bounded load: a replica above ``load_bound * mean + slack`` goes behind all others, never away. ``slack`` is
-   ``load_slack_tokens`` or the request's own prompt where that is longer (one long prompt is no hot spot). All others
-   keep their affinity.
+3. Bounded load: a replica whose load is above ``load_bound * mean + slack`` goes behind all others, never away; all
+   others keep their affinity. ``slack`` is ``load_slack_tokens``, or the load of one stream like the request where that
+   is more (a single long stream is no hot spot). Not counted is backlog that may be the computation of the request's
+   own prefix (``min(hit_tokens, backlog)``): a burst of one cold prefix follows its first instead of computing it
+   everywhere.
 
 A tier holds one replica each, because the order within it matters. ``strategy="random"`` shuffles: a baseline.
 
@@ -21,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from random import Random
 
 from policies.config import RoutingConfig
-from policies.routing.predict import Estimate, estimate
+from policies.routing.predict import Estimate, Load, estimate
 from policies.routing.prefix_index import PrefixIndex
 from policies.routing.rendezvous import score, text_key
 from policies.types import Reason, ReplicaId, ReplicaView, Request, RouteChoice
@@ -91,12 +93,12 @@ class Router:
         order = _order(request, estimates, least_ms + max(TIE_MS_MIN, TIE_SHARE * least_ms))
         preferred = order[0]
         bound = self._load_bound(request, estimates)
-        order.sort(key=lambda r: estimates[r].load_tokens > bound)
+        order.sort(key=lambda r: estimates[r].bounded_tokens > bound)
         words = _words(order, estimates, request)
         if len(order) == 1:
             return order, Reason("only_replica", words)
         if order[0] != preferred:
-            over = estimates[preferred].load_tokens
+            over = estimates[preferred].bounded_tokens
             words += f"; {preferred} passed over: its load of {over:,.0f} tokens is above the bound of {bound:,.0f}"
             return order, Reason("load_bound", words)
         if estimates[order[0]].hit_tokens:
@@ -106,8 +108,9 @@ class Router:
         return order, Reason("least_ttft", words)
 
     def _load_bound(self, request: Request, estimates: Mapping[ReplicaId, Estimate]) -> float:
-        mean = sum(e.load_tokens for e in estimates.values()) / len(estimates)
-        return self._config.load_bound * mean + max(self._config.load_slack_tokens, request.prompt_tokens)
+        mean = math.fsum(e.load_tokens for e in estimates.values()) / len(estimates)
+        one_stream = Load(1, 0, request.prompt_tokens).tokens
+        return self._config.load_bound * mean + max(self._config.load_slack_tokens, one_stream)
 
 
 def _order(request: Request, estimates: Mapping[ReplicaId, Estimate], equal_ms_max: float) -> list[ReplicaId]:
@@ -116,10 +119,9 @@ def _order(request: Request, estimates: Mapping[ReplicaId, Estimate], equal_ms_m
 
     def rank(item: tuple[ReplicaId, Estimate]) -> tuple[float, float, float, int]:
         replica_id, e = item
-        if e.ttft_ms > equal_ms_max:
-            return e.ttft_ms, 0.0, 0.0, 0
-        load = 0.0 if request.blocks else e.load_tokens
-        return 0.0, e.uncached_tokens, load, -score(key, replica_id)
+        ttft_ms = 0.0 if e.ttft_ms <= equal_ms_max else e.ttft_ms
+        load_tokens = 0.0 if request.blocks else e.load_tokens
+        return ttft_ms, e.uncached_tokens, load_tokens, -score(key, replica_id)
 
     return [r for r, _ in sorted(estimates.items(), key=rank)]
 

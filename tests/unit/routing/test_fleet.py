@@ -1,0 +1,155 @@
+"""Membership, samples with their age, and garbage."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from policies.config import RoutingConfig
+from policies.routing.fleet import COUNT_MAX, Fleet
+from policies.routing.load import LoadBook
+from policies.types import ReplicaView, StepCoefficients
+
+MS = 1_000_000
+GOOD: dict[str, object] = {
+    "seq": 1, "running": 2, "waiting": 3, "prefill_backlog_tokens": 400, "kv_tokens_used": 5_000,
+    "kv_tokens_max": 60_000, "running_seqs_max": 16, "step_tokens_max": 512, "step_a_ms": 30.0, "step_b_ms": 1.8,
+    "step_c_ms": 0.5, "step_d_ms": 1.9, "step_samples": 77, "state": "ready",
+}  # fmt: skip
+
+
+def fleet() -> tuple[Fleet, LoadBook]:
+    book = LoadBook()
+    return Fleet(RoutingConfig(sample_age_ms_max=5_000), book), book
+
+
+def only(f: Fleet, now_ms: int = 0) -> ReplicaView:
+    (v,) = f.views(now_ms * MS)
+    return v
+
+
+def test_views_carry_the_sample_and_the_local_counts() -> None:
+    f, book = fleet()
+    book.dispatched("a", "r1", 30, 100)
+    f.update({"a": GOOD}, 0)
+    book.dispatched("a", "r2", 50, 100)
+    assert only(f, 250) == ReplicaView(
+        "a",
+        local_requests=2,
+        local_prefill_tokens=80,
+        local_decode_tokens=0,
+        sample_age_ms=250.0,
+        sample_running=2,
+        sample_waiting=3,
+        sample_prefill_backlog_tokens=400,
+        sample_kv_tokens_used=5_000,
+        sample_kv_tokens_max=60_000,
+        running_seqs_max=16,
+        step_tokens_max=512,
+        step_model=StepCoefficients(30.0, 1.8, 0.5, 1.9, 77),
+        local_requests_at_sample=1,
+        local_prefill_tokens_at_sample=30,
+        local_decode_tokens_at_sample=0,
+    )
+
+
+def test_age_counts_from_the_receipt_of_a_new_seq() -> None:
+    f, _ = fleet()
+    f.update({"a": GOOD}, 0)
+    f.update({"a": {**GOOD, "running": 9}}, 1_000 * MS)  # the same seq handed over again
+    assert (only(f, 2_000).sample_age_ms, only(f, 2_000).sample_running) == (2_000.0, 2)
+    f.update({"a": {**GOOD, "seq": 2, "running": 9}}, 3_000 * MS)
+    assert (only(f, 3_500).sample_age_ms, only(f, 3_500).sample_running) == (500.0, 9)
+    f.update({"a": None}, 4_000 * MS)
+    assert only(f, 4_500).sample_age_ms == 1_500.0
+
+
+def test_a_member_without_statistics_is_known_by_local_counts() -> None:
+    f, book = fleet()
+    book.dispatched("a", "r1", 30, 100)
+    f.update({"a": None}, 0)
+    assert only(f) == ReplicaView("a", 1, 30, 0)
+
+
+def test_members_come_and_go_sorted() -> None:
+    f, _ = fleet()
+    assert f.update({"c": None, "a": None, "b": GOOD}, 0) == frozenset()
+    assert f.members() == ("a", "b", "c")
+    assert [v.replica_id for v in f.views(0)] == ["a", "b", "c"]
+    assert f.update({"b": GOOD}, 0) == {"a", "c"}
+    assert f.update({}, 0) == {"b"}
+    assert f.views(0) == []
+    f.update({"b": None}, 0)
+    assert only(f).sample_age_ms is None, "a member that comes back starts afresh"
+
+
+def test_draining_stays_and_stuck_ages() -> None:
+    f, _ = fleet()
+    f.update({"a": {**GOOD, "state": "draining"}, "b": {**GOOD, "state": "stuck"}}, 0)
+    assert [(v.available, v.unavailable_reason) for v in f.views(0)] == [(False, "is draining"), (False, "is stuck")]
+    assert [v.available for v in f.views(5_001 * MS)] == [False, True]
+    f.update({"a": {**GOOD, "seq": 2}, "b": {**GOOD, "seq": 2}}, 6_000 * MS)
+    assert [v.available for v in f.views(6_000 * MS)] == [False, True]
+
+
+def test_excluded_members_are_unavailable_and_say_so() -> None:
+    f, _ = fleet()
+    f.update({"a": None, "b": GOOD, "c": GOOD}, 0)
+    assert [(v.available, v.unavailable_reason) for v in f.views(0, exclude={"a", "b", "unknown"})] == [
+        (False, "was tried already"),
+        (False, "was tried already"),
+        (True, ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    "garbage", ["7", True, None, -1, math.nan, math.inf, -math.inf, COUNT_MAX * 2, 10**400, [1], {}]
+)
+@pytest.mark.parametrize("key", [k for k in GOOD if k != "state"])
+def test_garbage_in_one_key_is_unknown_and_spares_the_rest(key: str, garbage: object) -> None:
+    f, _ = fleet()
+    f.update({"a": {**GOOD, key: garbage}}, 0)
+    v = only(f)
+    if key == "seq":
+        assert v.sample_age_ms is None
+        return
+    assert (v.sample_running is None) == (key == "running")
+    assert (v.sample_waiting is None) == (key == "waiting")
+    assert (v.sample_prefill_backlog_tokens is None) == (key == "prefill_backlog_tokens")
+    assert (v.sample_kv_tokens_used is None) == (key == "kv_tokens_used")
+    assert (v.sample_kv_tokens_max is None) == (key == "kv_tokens_max")
+    assert (v.running_seqs_max is None) == (key == "running_seqs_max")
+    assert (v.step_tokens_max is None) == (key == "step_tokens_max")
+    assert (v.step_model is None) == (key in {"step_a_ms", "step_b_ms", "step_c_ms", "step_d_ms"})
+
+
+@pytest.mark.parametrize("state", [7, None, "asleep", ["stuck"], ""])
+def test_an_unknown_state_is_available(state: object) -> None:
+    f, _ = fleet()
+    f.update({"a": {**GOOD, "state": state}}, 0)
+    assert only(f).available
+
+
+def test_statistics_that_are_no_mapping_are_ignored() -> None:
+    f, _ = fleet()
+    f.update({"a": "ready", "b": [1, 2], "c": {}, "d": {1: 2}}, 0)  # type: ignore[dict-item]
+    assert [v.sample_age_ms for v in f.views(0)] == [None] * 4
+
+
+def test_limits_of_zero_are_unknown_and_counts_of_zero_are_zero() -> None:
+    f, _ = fleet()
+    zeros = dict.fromkeys(("running", "kv_tokens_used", "kv_tokens_max", "running_seqs_max", "step_tokens_max"), 0)
+    f.update({"a": {**GOOD, **zeros}}, 0)
+    v = only(f)
+    assert (v.sample_running, v.sample_kv_tokens_used) == (0, 0)
+    assert (v.sample_kv_tokens_max, v.running_seqs_max, v.step_tokens_max) == (None, None, None)
+
+
+def test_a_step_that_takes_no_time_is_no_step_model_and_the_last_good_one_stays() -> None:
+    f, _ = fleet()
+    f.update({"a": {**GOOD, "step_a_ms": 0, "step_b_ms": 0, "step_c_ms": 0, "step_d_ms": 0}}, 0)
+    assert only(f).step_model is None
+    f.update({"a": {**GOOD, "seq": 2}}, 0)
+    f.update({"a": {**GOOD, "seq": 3, "step_d_ms": math.nan}}, 0)
+    assert only(f).step_model == StepCoefficients(30.0, 1.8, 0.5, 1.9, 77)
