@@ -101,8 +101,7 @@ def tidegate_phase() -> dict[str, float]:
 def ray_serve_llm_phase() -> dict[str, float]:
     """Measure Ray Serve LLM with its default ingress and proxy."""
     with h.ray_serve(haproxy=False):
-        from deployments.engine import engine_environment
-        from deployments.model import resolve
+        from deployments.model import engine_environment, resolve
         from ray import serve
         from ray.serve.llm import LLMConfig, build_openai_app
 
@@ -115,7 +114,7 @@ def ray_serve_llm_phase() -> dict[str, float]:
             engine_kwargs=dict(settings.model.engine_args),
             accelerator_config={"kind": "cpu"},
             deployment_config={"autoscaling_config": {"min_replicas": 1, "max_replicas": 1}},
-            runtime_env={"env_vars": engine_environment(settings.model)},
+            runtime_env={"env_vars": engine_environment(settings.model, source)},
             server_cls=BarePortServer,
         )
         serve.run(build_openai_app({"llm_configs": [config]}), name="rayllm", blocking=False)

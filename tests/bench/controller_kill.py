@@ -31,7 +31,7 @@ async def main(clients: int, tokens: int, kills: int) -> int:
 
             async def steering(old: str = str(before["epoch"])) -> bool:
                 state = await h.control_state(session)
-                reporters = [*state.get("replicas", {}).values(), *state.get("gateways", {}).values()]
+                reporters = [*state.get("replicas", []), *state.get("gateways", [])]
                 in_force = [r.get("plan_seq") for r in reporters]
                 return (
                     bool(reporters) and state.get("epoch") not in (None, old) and all(s is not None for s in in_force)

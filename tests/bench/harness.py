@@ -22,7 +22,11 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 URL = "http://127.0.0.1:8000"
-SERVE_ENV = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "PYTHONPATH": str(ROOT)}
+SERVE_ENV = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    "PYTHONPATH": str(ROOT),
+}
 
 
 def default_args(**overrides: Any) -> dict[str, Any]:
@@ -41,7 +45,10 @@ def default_args(**overrides: Any) -> dict[str, Any]:
 def emulated_args(**overrides: Any) -> dict[str, Any]:
     """Like :func:`default_args`, with the emulated engine in the place of vLLM."""
     model = {"engine": "emulated", "num_cpus": 0.1, **overrides.pop("model", {})}
-    return default_args(model=model, **overrides)
+    args = default_args(model=model, **overrides)
+    for key in ("engine_args", "cpu", "source"):
+        args["model"].pop(key, None)
+    return args
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from tests.bench.load import Load
 async def replicas_ready(session: object) -> int:
     """Return how many replicas report to the controller as ready."""
     state = await h.control_state(session)  # type: ignore[arg-type]
-    return sum(1 for r in state.get("replicas", {}).values() if r.get("state") == "ready" and r.get("fresh", True))
+    return sum(1 for r in state.get("replicas", []) if r["state"] == "ready" and r["fresh"])
 
 
 async def main(clients: int, tokens: int) -> int:

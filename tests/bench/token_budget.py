@@ -41,7 +41,7 @@ async def one_round(session: aiohttp.ClientSession, url: str, seed: int) -> floa
 async def budget_in_force(session: aiohttp.ClientSession, url: str) -> object:
     """Return the token budget that the engine runs with, from the controller's state."""
     state = await h.control_state(session, url)
-    return [r.get("knobs", {}).get("step_tokens_max") for r in state.get("replicas", {}).values()]
+    return [r["knobs"]["step_tokens_max"] for r in state.get("replicas", [])]
 
 
 async def main() -> int:
