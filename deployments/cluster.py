@@ -66,7 +66,8 @@ def cluster_environment(settings: Settings, ports: Ports, temp_dir: str, run_id:
     """Return what the Ray head and everything below it must have in its environment.
 
     HAProxy's time-outs and retries are set here and not left to Ray's defaults: its retries would come on top of the
-    gateway's budget, and its hard stop (120 s by default) would cut streams that outlive a reload.
+    gateway's budget, and its hard stop (120 s by default) would cut streams that outlive a reload. Its files lie directly
+    in ``temp_dir``: Ray adds a folder named after the node (56 characters), and HAProxy takes socket paths up to 97.
     """
     gateway, drain_s = settings.gateway, int(settings.model.drain_s_max)
     silence_s = int(max(gateway.first_byte_timeout_ms, gateway.idle_timeout_ms) / 1000) + MARGIN_S
@@ -84,11 +85,11 @@ def cluster_environment(settings: Settings, ports: Ports, temp_dir: str, run_id:
         "HARD_STOP_AFTER_S": drain_s + MARGIN_S,
         "STATS_PORT": ports.haproxy_stats,
         "METRICS_PORT": ports.haproxy_metrics,
-        "CONFIG_FILE_LOC": f"{temp_dir}/haproxy/haproxy.cfg",
-        "SOCKET_PATH": f"{temp_dir}/haproxy/admin.sock",
-        "METRICS_SOCKET_PATH": f"{temp_dir}/haproxy/metrics.sock",
-        "SERVER_STATE_BASE": f"{temp_dir}/haproxy",
-        "SERVER_STATE_FILE": f"{temp_dir}/haproxy/server-state",
+        "CONFIG_FILE_LOC": f"{temp_dir}/haproxy.cfg",
+        "SOCKET_PATH": f"{temp_dir}/admin.sock",
+        "METRICS_SOCKET_PATH": f"{temp_dir}/metrics.sock",
+        "SERVER_STATE_BASE": temp_dir,
+        "SERVER_STATE_FILE": f"{temp_dir}/server-state",
     }
     return {
         RUN_VARIABLE: run_id,
@@ -110,7 +111,6 @@ def start_ray(root: Path, log: Path, state: RunState, settings: Settings, ports:
     """
     ray_token_file()
     log.parent.mkdir(parents=True, exist_ok=True)
-    Path(state.temp_dir, "haproxy").mkdir(parents=True, exist_ok=True)
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
         *(

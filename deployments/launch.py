@@ -210,7 +210,7 @@ def _must_live(process: subprocess.Popen[bytes]) -> None:
     code = process.poll()
     if code is not None:
         text = (RUN_FOLDER / "ray.log").read_text(encoding="utf-8", errors="replace")
-        raise StartError(f"Ray ended by itself with exit code {code}: {_last_error(text)}; see .run/ray.log")
+        raise StartError(f"Ray ended by itself with exit code {code}: {failure_line(text)}; see .run/ray.log")
 
 
 def _deploy(plan: Plan, process: subprocess.Popen[bytes], progress: Progress) -> None:
@@ -221,7 +221,7 @@ def _deploy(plan: Plan, process: subprocess.Popen[bytes], progress: Progress) ->
             _must_live(process)
             (RUN_FOLDER / "deploy_error.log").write_text(str(error), encoding="utf-8")
             raise StartError(
-                f"Serve did not take the configuration: {_last_error(str(error))}; see .run/deploy_error.log"
+                f"Serve did not take the configuration: {failure_line(str(error))}; see .run/deploy_error.log"
             ) from None
 
 
@@ -249,14 +249,14 @@ def _is_running(plan: Plan, api: ServeApi, step: Step) -> bool:
     try:
         app = (api.details().get("applications") or {}).get(plan.app)
     except (NotReadyError, RefusedError) as error:
-        step.note(f"Serve does not answer ({_last_error(str(error))})")
+        step.note(f"Serve does not answer ({failure_line(str(error))})")
         return False
     if app is None:
         step.note("Serve is starting")
         return False
     if app.get("status") in {"DEPLOY_FAILED", "UNHEALTHY"}:
         (RUN_FOLDER / "deploy_error.log").write_text(failure_text(app), encoding="utf-8")
-        raise StartError(f"the application did not start: {_last_error(failure_text(app))}; see .run/deploy_error.log")
+        raise StartError(f"the application did not start: {failure_line(failure_text(app))}; see .run/deploy_error.log")
     step.note(describe(app))
     return bool(app.get("status") == "RUNNING")
 
@@ -281,7 +281,7 @@ def describe(app: Mapping[str, Any]) -> str:
     return ", ".join(words) or "building the application"
 
 
-def _last_error(text: str) -> str:
+def failure_line(text: str) -> str:
     """Return the line that says most: the last that looks like ``SomeError: why``, else the last one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if _names_an_error(line.partition(":")[0]) and line.partition(":")[2].strip()]
