@@ -103,7 +103,7 @@ def test_haproxy_retries_only_what_was_never_sent() -> None:
 def test_haproxys_files_are_in_the_runs_own_folder() -> None:
     paths = [value for name, value in environment({}).items() if name.endswith(("_LOC", "_PATH", "_BASE", "_FILE"))]
     assert len(paths) == 5
-    assert all(path.startswith("/tmp/tidegate-x/") for path in paths)
+    assert all((path + "/").startswith("/tmp/tidegate-x/") for path in paths)
 
 
 def test_haproxys_names_are_names_that_ray_reads() -> None:

@@ -145,9 +145,9 @@ def test_measuring_finds_the_holder_of_a_port() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        busy = preflight.busy_ports([port])
-        assert busy[port] is not None
-        assert busy[port].pid == os.getpid()
+        holder = preflight.busy_ports([port])[port]
+        assert holder is not None
+        assert holder.pid == os.getpid()
     assert preflight.busy_ports([port]) == {}
 
 
