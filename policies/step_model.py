@@ -118,7 +118,7 @@ class StepModel:
         return StepCoefficients(t[0], t[1] * s[1], t[2] * s[2] * 1000, t[3] * s[3], self._steps, self._error_share)
 
     def observe(self, running: float, kv_tokens: float, prefill_tokens: float, step_ms: float) -> None:
-        """Learn from one step of ``step_ms``; some 7 us of CPU (``python -m tests.bench.bench_router``)."""
+        """Learn from one step of ``step_ms``; 7 to 14 us of CPU (``python -m tests.bench.bench_router``)."""
         size = running + kv_tokens + prefill_tokens + step_ms
         if not math.isfinite(size) or step_ms <= 0 or running < 0 or kv_tokens < 0 or prefill_tokens < 0:
             self.refused += 1
