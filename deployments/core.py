@@ -19,7 +19,6 @@ from deployments.endpoints import Endpoint
 from deployments.membership import EMPTY_CHOICE, Membership, RouteCall
 from deployments.meter import Meter
 from deployments.prompt import BlockSizes, ParsedBody, TokenRatio, parse_body
-from deployments.relay import new_session
 from deployments.serve_internals import (
     NoReplicaError,
     current_replicas,
@@ -29,6 +28,7 @@ from deployments.serve_internals import (
     request_router,
 )
 from deployments.settings import Settings
+from deployments.upstream import ConnectionPool
 from policies.build import build_policies
 from policies.events import Event, Routed, WaitedOut
 from policies.types import ReplicaId, Request, RouteChoice
@@ -57,7 +57,7 @@ class GatewayCore:
         self.ratio = TokenRatio()
         self.drivers: set[RequestDriver] = set()
         """Open requests; admission bounds how many."""
-        self.session = new_session(settings.gateway.connect_timeout_ms)
+        self.pool = ConnectionPool(settings.gateway.connect_timeout_ms)
         self._loop = asyncio.get_running_loop()
         self._handle = engine
         self._attached = False
@@ -69,7 +69,7 @@ class GatewayCore:
         """Stop watching and close idle connections."""
         self._sweeper.cancel()
         await asyncio.gather(self._sweeper, return_exceptions=True)
-        await self.session.close()
+        self.pool.close()
 
     def check_loop(self) -> None:
         """Raise when the caller runs on another loop than the policies live on."""
@@ -175,6 +175,7 @@ class GatewayCore:
     def sweep(self, at_ns: int) -> None:
         """Interrupt requests whose replica, or whose client, has been silent for too long at ``at_ns``."""
         gateway = self.settings.gateway
+        self.pool.prune((target.endpoint for target in self.membership.targets.values()), at_ns)
         if self.queued:
             self._changed.set()  # a replica may have become available without a change of membership
         for driver in tuple(self.drivers):

@@ -21,16 +21,8 @@ from deployments.clock import now_ns
 from deployments.endpoints import Endpoint
 from deployments.errors import ERROR_BODY_BYTES_MAX, GatewayError, engine_error
 from deployments.gate import GATE_HEADER, REFUSED_HEADER
-from deployments.relay import (
-    ERROR_KEY,
-    ReplicaUnreachableError,
-    Tail,
-    Upstream,
-    UpstreamBrokenError,
-    has_stream_error,
-    relayed_headers,
-    usage_of,
-)
+from deployments.relay import ERROR_KEY, Exchange, Tail, has_stream_error, usage_of
+from deployments.upstream import ReplicaUnreachableError, UpstreamBrokenError
 from policies.events import (
     AbortUpstream,
     Arrived,
@@ -58,8 +50,6 @@ from policies.flow import RequestFlow
 from policies.types import ReplicaId, Request
 
 if TYPE_CHECKING:
-    import aiohttp
-
     from deployments.core import GatewayCore
 
 logger = logging.getLogger("ray.serve")
@@ -120,8 +110,8 @@ class RequestDriver:
         self._client_request_id = client_request_id
         self._task: asyncio.Task[object] | None = None
         self._interrupt: Interrupt | None = None
-        self._upstream: Upstream | None = None
-        self._response: aiohttp.ClientResponse | None = None
+        self._exchange: Exchange | None = None
+        self._status: int | None = None
         self._first_chunk = b""
         self._started = False
         self._is_stream = False
@@ -218,56 +208,60 @@ class RequestDriver:
             core.meter.retried(self._failed_why)
         if self.flow.choice is not None:
             core.meter.dispatched(self.flow.choice, replica_id, request.prompt_tokens)
-        headers = {
-            "content-type": "application/json",
-            "x-request-id": request.request_id,
-            GATE_HEADER: target.gate,
-        }
-        upstream = self._upstream = Upstream(core.session)
+        headers = [
+            ("content-type", "application/json"),
+            ("x-request-id", request.request_id),
+            (GATE_HEADER, target.gate),
+        ]
+        exchange = self._exchange = Exchange(core.pool, target.endpoint)
         self.first_byte_seen = False
         self._sent_ns = self.upstream_since_ns = now_ns()
         try:
-            response = await upstream.open(target.url + self._endpoint.path, headers, self._body)
+            await exchange.open(self._endpoint.path, headers, self._body)
         except ReplicaUnreachableError as error:
             self._failed_why = "unreachable"
             if error.refused:
                 core.drop_replica(replica_id)
             return ReplicaRefused(RefusalKind.CONNECT)
         except UpstreamBrokenError as error:
-            self._failed_why = error.kind.value
-            return UpstreamFailed(error.kind)
-        if response.status == 503 and REFUSED_HEADER in response.headers:
+            return self._broken(error)
+        if exchange.status == 503 and exchange.header(REFUSED_HEADER.encode()) is not None:
             self._abort()
             self._failed_why = "draining"
             return ReplicaRefused(RefusalKind.DRAINING)
-        if response.status == 403:  # the gate's answer to an address that is another replica's by now
+        if exchange.status == 403:  # the gate's answer to an address that is another replica's by now
             self._abort()
             self._failed_why = "gate"
             return ReplicaRefused(RefusalKind.CONNECT)
-        self._response = response
-        return ResponseStarted(response.status)
+        self._status = exchange.status
+        return ResponseStarted(exchange.status)
+
+    def _broken(self, error: UpstreamBrokenError) -> UpstreamFailed:
+        self._failed_why = error.kind.value
+        self._abort()
+        return UpstreamFailed(error.kind)
 
     async def _relay(self) -> Event:
         """Wait for the first body byte. Answers with an error status are read whole and written again in our shape."""
-        upstream, response = self._upstream, self._response
-        assert upstream is not None
-        assert response is not None
+        exchange = self._exchange
+        assert exchange is not None
         try:
-            if response.status >= 400:
-                return await self._relay_error(upstream, response)
-            chunk = await upstream.chunk()
+            if exchange.status >= 400:
+                return await self._relay_error(exchange)
+            chunk = await exchange.connection.read()
         except UpstreamBrokenError as error:
-            self._failed_why = error.kind.value
-            return UpstreamFailed(error.kind)
+            return self._broken(error)
         self.upstream_since_ns = 0
         if not chunk:
-            await self._sink.start(response.status, self._headers(response))
+            exchange_headers = self._headers(exchange)
+            exchange.close()
+            await self._sink.start(exchange.status, exchange_headers)
             await self._sink.end()
             return ResponseEnded()
         self.first_byte_seen = True
         self._first_chunk = chunk
         self._first_byte_ns = now_ns()
-        self._is_stream = response.content_type == "text/event-stream"
+        self._is_stream = exchange.content_type == "text/event-stream"
         if self._is_stream:
             request, choice = self.request, self.flow.choice
             predicted = choice.predicted_ttft_ms.get(self.flow.replica_id or "") if choice is not None else None
@@ -277,28 +271,28 @@ class RequestDriver:
             )
         return FirstByte()
 
-    async def _relay_error(self, upstream: Upstream, response: aiohttp.ClientResponse) -> Event:
-        body = await upstream.read_all(ERROR_BODY_BYTES_MAX)
+    async def _relay_error(self, exchange: Exchange) -> Event:
+        body = await exchange.read_all(ERROR_BODY_BYTES_MAX)
         self.upstream_since_ns = 0
-        error = engine_error(response.status, response.content_type, body)
-        after = response.headers.get("retry-after", "")
+        error = engine_error(exchange.status, exchange.content_type, body)
+        after = exchange.header(b"retry-after") or b""
         error.retry_after_s = float(after) if after.isdigit() and len(after) < 8 else None
+        exchange.close()
         await self._sink.error(error, self._own_headers())
         return ResponseEnded()
 
     async def _stream(self) -> Event:
         """Pass the body on, chunk by chunk. The hot loop of the gateway: keep it small."""
-        upstream, response, sink = self._upstream, self._response, self._sink
-        assert upstream is not None
-        assert response is not None
-        read, send, add_gap, clock = upstream.chunk, sink.body, self._core.meter.itl.add, now_ns
+        exchange, sink = self._exchange, self._sink
+        assert exchange is not None
+        read, send, add_gap, clock = exchange.connection.read, sink.body, self._core.meter.itl.add, now_ns
         is_stream, tail, stream_error, events = self._is_stream, Tail(), False, 0
         keep = tail.chunks.append
         chunk, at_ns = self._first_chunk, self._first_byte_ns
         self._first_chunk = b""
         self._started = True
         self.client_since_ns = at_ns
-        await sink.start(response.status, self._headers(response))
+        await sink.start(exchange.status, self._headers(exchange))
         try:
             while chunk:
                 keep(chunk)
@@ -317,8 +311,9 @@ class RequestDriver:
                 self.upstream_since_ns = 0
         except UpstreamBrokenError as error:
             self._events = events
-            return UpstreamFailed(error.kind)
+            return self._broken(error)
         self._events = events
+        exchange.close()
         end = tail.bytes()
         if is_stream and not stream_error and self._endpoint.end_mark not in end:
             return UpstreamFailed(UpstreamFailure.PROTOCOL)
@@ -333,8 +328,8 @@ class RequestDriver:
         await self._sink.error(error, self._own_headers())
 
     def _abort(self) -> None:
-        if self._upstream is not None:
-            self._upstream.abort()
+        if self._exchange is not None:
+            self._exchange.close()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -376,7 +371,7 @@ class RequestDriver:
             "id": request.request_id,
             "client_id": self._client_request_id,
             "endpoint": request.endpoint,
-            "status": self._response.status if self._response is not None else None,
+            "status": self._status,
             "outcome": finish.outcome.value,
             "reason": finish.reason.code,
             "replica": self.flow.replica_id,
@@ -390,8 +385,8 @@ class RequestDriver:
 
     # --- headers ------------------------------------------------------------------------------------------------------
 
-    def _headers(self, response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-        return [*relayed_headers(response), *self._own_headers()]
+    def _headers(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
+        return [*exchange.relayed_headers(), *self._own_headers()]
 
     def _own_headers(self) -> list[tuple[bytes, bytes]]:
         headers = [(b"x-request-id", self.request.request_id.encode())]

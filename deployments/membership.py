@@ -23,7 +23,8 @@ EMPTY_CHOICE = RouteChoice((), Reason("none_known", "no replica is known"), {}, 
 class Target:
     """Where a replica listens and what its gate wants to see."""
 
-    url: str
+    endpoint: str
+    """``host:port``."""
     gate: str
 
 
@@ -34,7 +35,7 @@ def target_of(metadata: object) -> Target | None:
     endpoint, gate = metadata.get("endpoint"), metadata.get("gate")
     if not isinstance(endpoint, str) or not endpoint or not isinstance(gate, str):
         return None
-    return Target(f"http://{endpoint}", gate)
+    return Target(endpoint, gate)
 
 
 class Membership:

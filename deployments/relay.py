@@ -1,11 +1,8 @@
-"""One HTTP exchange with a replica, as bytes: request out, response back, unparsed.
+"""From a replica's response to the client: one exchange, and the little of it that is read.
 
-The gateway's per-chunk cost is here and in ``driver.py``: chunks are passed on as they came off the socket. Of their
-content only two cheap things are looked at: whether the word ``"error"`` as a JSON key is in a chunk (a rare slow path
-reads on from there), and the last few chunks, from which token usage and the end mark are read once, at the end.
-
-A connection is used again only while it is younger than the replica's own keep-alive time, so that a request never runs
-into a connection the replica is just closing: after the bytes are out, a reset cannot be told from a broken engine.
+Chunks are passed on as they came off the socket. Of their content only two cheap things are looked at: whether the
+word ``"error"`` as a JSON key is in a chunk (a rare slow path reads on from there), and the last few chunks, from which
+token usage and the end mark are read once, at the end.
 """
 
 from __future__ import annotations
@@ -14,125 +11,77 @@ import re
 from collections import deque
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from policies.events import UpstreamFailure, Usage
+from deployments.clock import now_ns
+from deployments.upstream import Connection, ConnectionPool, request_message
+from policies.events import Usage
 
-KEEPALIVE_S = 60.0
-"""Idle connections to replicas live this long; replicas keep theirs for 120 s."""
-READ_BUFFER_BYTES = 65_536
-"""Read ahead of a slow client per response; reading stops at twice this."""
 TAIL_CHUNKS_MAX = 4
 TAIL_BYTES_MAX = 65_536
 """Of each kept chunk, only its end is looked at."""
+USAGE_BYTES_MAX = 4_096
 ERROR_KEY = b'"error"'
+RELAYED_HEADERS = (b"content-type", b"content-length", b"content-encoding", b"cache-control")
+"""Headers of a replica's response that belong to the client: those of its body."""
 
 
-class ReplicaUnreachableError(Exception):
-    """No connection to the replica: the request was not sent. ``refused`` is true when its port said no."""
+class Exchange:
+    """One request to one replica. :meth:`close` gives the connection back or closes it; safe at any time."""
 
-    def __init__(self, refused: bool) -> None:
-        super().__init__("the replica's port refused the connection" if refused else "the replica could not be reached")
-        self.refused = refused
+    def __init__(self, pool: ConnectionPool, endpoint: str) -> None:
+        self._pool = pool
+        self._endpoint = endpoint
+        self._connection: Connection | None = None
+        self.status = 0
 
-
-class UpstreamBrokenError(Exception):
-    """The exchange broke off after the request was sent."""
-
-    def __init__(self, kind: UpstreamFailure) -> None:
-        super().__init__(kind.value)
-        self.kind = kind
-
-
-def new_session(connect_timeout_ms: float) -> aiohttp.ClientSession:
-    """The one client session of a gateway: connections are bounded by what admission lets in, not here."""
-    connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=KEEPALIVE_S, use_dns_cache=True)
-    return aiohttp.ClientSession(
-        connector=connector,
-        auto_decompress=False,
-        trust_env=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        read_bufsize=READ_BUFFER_BYTES,
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_ms / 1_000, sock_read=None),
-        skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent", "Content-Type"),
-    )
-
-
-class Upstream:
-    """One request to one replica. Cancelling any of its coroutines, or :meth:`abort`, closes the connection."""
-
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
-        self._response: aiohttp.ClientResponse | None = None
-
-    async def open(self, url: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
-        """Send the request and return the response's head.
+    async def open(self, path: str, headers: list[tuple[str, str]], body: bytes) -> None:
+        """Send the request; return when the response's head is here.
 
         Raises:
             ReplicaUnreachableError: nothing was sent.
             UpstreamBrokenError: it broke off before the head was complete.
         """
-        try:
-            self._response = await self._session.post(url, data=body, headers=headers, allow_redirects=False)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            cause = getattr(error, "os_error", None)
-            raise ReplicaUnreachableError(isinstance(cause, ConnectionRefusedError)) from None
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise UpstreamBrokenError(_failure(error)) from None
-        return self._response
+        self._connection = connection = await self._pool.acquire(self._endpoint, now_ns())
+        await connection.request(request_message(path, self._endpoint, headers, body))
+        self.status = connection.status
 
-    async def chunk(self) -> bytes:
-        """The bytes that have come in since the last call; ``b""`` once, at the end.
+    @property
+    def connection(self) -> Connection:
+        """The connection, once opened; its ``read`` gives the body."""
+        assert self._connection is not None
+        return self._connection
 
-        Raises:
-            UpstreamBrokenError: the body is incomplete.
-        """
-        response = self._response
-        assert response is not None
-        try:
-            return await response.content.readany()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise UpstreamBrokenError(_failure(error)) from None
+    def header(self, name: bytes) -> bytes | None:
+        """A header of the response, by lower-case name."""
+        return self.connection.header(name)
+
+    @property
+    def content_type(self) -> str:
+        """Media type of the body, lower case, without parameters."""
+        value = self.header(b"content-type") or b""
+        return value.split(b";", 1)[0].strip().lower().decode("latin-1")
+
+    def relayed_headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers for the client."""
+        return [(name, value) for name, value in self.connection.headers if name in RELAYED_HEADERS]
 
     async def read_all(self, bytes_max: int) -> bytes:
-        """The whole body, at most ``bytes_max`` of it; a longer one is cut and its connection closed."""
+        """The whole body, at most ``bytes_max`` of it. Raises ``UpstreamBrokenError``."""
         parts: list[bytes] = []
         size = 0
-        while chunk := await self.chunk():
+        while chunk := await self.connection.read():
             parts.append(chunk)
             size += len(chunk)
             if size > bytes_max:
-                self.abort()
                 break
         return b"".join(parts)[:bytes_max]
 
-    def abort(self) -> None:
-        """Close the connection at once; the engine aborts the work. Safe at any time, more than once."""
-        response = self._response
-        if response is not None:
-            response.close()
-
-
-def _failure(error: Exception) -> UpstreamFailure:
-    if isinstance(error, TimeoutError):
-        return UpstreamFailure.TIMEOUT
-    if isinstance(error, aiohttp.ClientResponseError):
-        return UpstreamFailure.PROTOCOL
-    return UpstreamFailure.RESET
-
-
-def relayed_headers(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    """Headers of the replica's response that belong to the client: those of its body."""
-    kept = []
-    for name in ("content-type", "content-length", "content-encoding", "cache-control"):
-        value = response.headers.get(name)
-        if value is not None:
-            kept.append((name.encode(), value.encode("latin-1", "replace")))
-    return kept
-
-
-# --- the little that is read ------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Close the connection at once, unless the response is complete: then it is kept for another exchange."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._pool.release(self._endpoint, connection, now_ns())
 
 
 class Tail:
@@ -159,8 +108,7 @@ def has_stream_error(data: bytes) -> bool:
 
 def usage_of(data: bytes) -> Usage:
     """Token counts of the last usage object in ``data``, in OpenAI's or Anthropic's names."""
-    found = list(_USAGE.finditer(data))
-    for match in reversed(found):
+    for match in reversed(list(_USAGE.finditer(data))):
         counts = _object_at(data, match.end() - 1)
         if counts is not None:
             return _usage(counts)
@@ -170,7 +118,7 @@ def usage_of(data: bytes) -> Usage:
 def _object_at(data: bytes, start: int) -> dict[str, Any] | None:
     """The JSON object that begins at ``start``; usage objects hold no strings with braces."""
     depth = 0
-    for at in range(start, min(len(data), start + 4_096)):
+    for at in range(start, min(len(data), start + USAGE_BYTES_MAX)):
         byte = data[at]
         depth += (byte == 0x7B) - (byte == 0x7D)
         if depth == 0:
