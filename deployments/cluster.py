@@ -66,8 +66,8 @@ def cluster_environment(settings: Settings, ports: Ports, temp_dir: str, run_id:
     """Return what the Ray head and everything below it must have in its environment.
 
     HAProxy's time-outs and retries are set here and not left to Ray's defaults: its retries would come on top of the
-    gateway's budget, and its hard stop (120 s by default) would cut streams that outlive a reload. Its files lie directly
-    in ``temp_dir``: Ray adds a folder named after the node (56 characters), and HAProxy takes socket paths up to 97.
+    gateway's budget, and its hard stop (120 s by default) would cut streams that outlive a reload. Its files lie
+    directly in ``temp_dir``: Ray adds a folder named after the node (56 characters), HAProxy's socket paths end at 97.
     """
     gateway, drain_s = settings.gateway, int(settings.model.drain_s_max)
     silence_s = int(max(gateway.first_byte_timeout_ms, gateway.idle_timeout_ms) / 1000) + MARGIN_S

@@ -119,7 +119,8 @@ def up(config_file: Path, ports: Ports, *, detach: bool, wait: bool, timeout_s: 
                 _tell_ready(plan, state, progress, detach=detach)
             keep = detach
             if not detach:
-                _watch(process)
+                with contextlib.suppress(Interrupted):
+                    _watch(process)
         finally:
             if not keep:
                 end(state, progress)
@@ -254,7 +255,7 @@ def _is_running(plan: Plan, api: ServeApi, step: Step) -> bool:
     if app is None:
         step.note("Serve is starting")
         return False
-    if app.get("status") in {"DEPLOY_FAILED", "UNHEALTHY"}:
+    if app.get("status") == "DEPLOY_FAILED":
         (RUN_FOLDER / "deploy_error.log").write_text(failure_text(app), encoding="utf-8")
         raise StartError(f"the application did not start: {failure_line(failure_text(app))}; see .run/deploy_error.log")
     step.note(describe(app))
@@ -269,15 +270,21 @@ def failure_text(app: Mapping[str, Any]) -> str:
 
 
 def describe(app: Mapping[str, Any]) -> str:
-    """Return one line on what Serve is doing, such as ``Engine 0/1 replicas running, Gateway ready``."""
+    """Return one line on what Serve is doing, such as ``Engine 0/1 replicas running, Gateway ready``.
+
+    A deployment whose replicas fail to start (Serve tries again for a while) shows their last error.
+    """
     words = []
     for name, item in (app.get("deployments") or {}).items():
         replicas = item.get("replicas") or []
         running = sum(replica.get("state") == "RUNNING" for replica in replicas)
         target = max(int(item.get("target_num_replicas") or 0), len(replicas), 1)
-        words.append(
-            f"{name} ready" if item.get("status") == "HEALTHY" else f"{name} {running}/{target} replicas running"
-        )
+        if item.get("status") == "HEALTHY":
+            words.append(f"{name} ready")
+            continue
+        message = str(item.get("message") or "")
+        trouble = f" ({failure_line(message)})" if "Error" in message else ""
+        words.append(f"{name} {running}/{target} replicas running{trouble}")
     return ", ".join(words) or "building the application"
 
 

@@ -170,8 +170,8 @@ def _judge_ports(machine: Machine, ports: Iterable[Port]) -> Iterable[Finding]:
         who = ", ".join(str(head) for head in machine.ray_heads[:3])
         yield Finding(
             Level.ERROR,
-            f"a Ray cluster already runs on this machine: {who}; to use it: serve deploy serve_config.yaml (see README); "
-            "else end it first (make stop in the folder that started it, or ray stop)",
+            f"a Ray cluster already runs on this machine: {who}; to use it: serve deploy serve_config.yaml (see "
+            "README); else end it first (make stop in the folder that started it, or ray stop)",
         )
         return  # its ports would only repeat that
     for port in ports:

