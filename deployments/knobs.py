@@ -117,6 +117,7 @@ class EngineShared:
         self.ring_steps = ring_steps
         self._map = mapping
         self._owner = owner
+        self._knobs_raw = b""
         self._knobs_seq, self._knobs = self._newest_knobs() or (0, Knobs())
         self._gauges_seq, self._gauges = self._newest_gauges() or (0, EngineGauges())
 
@@ -211,8 +212,9 @@ class EngineShared:
 
     def read_knobs(self) -> Knobs:
         """Newest knobs of the replica; the previous ones in the rare case that none could be read whole."""
-        if found := self._newest_knobs():
-            self._knobs = found[1]
+        raw = self._map[_KNOBS_AT:_GAUGES_AT]
+        if raw != self._knobs_raw and (found := self._newest_knobs()):
+            self._knobs_raw, self._knobs = raw, found[1]
         return self._knobs
 
     def write_gauges(self, gauges: EngineGauges) -> None:

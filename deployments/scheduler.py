@@ -205,7 +205,7 @@ class LiveStep:
             self._record(step, ready_ns, tokens)
         if not self._scheduler.get_num_unfinished_requests():
             self._paused = True
-        self._publish()
+            self._publish()  # otherwise the next after_schedule does, within microseconds
 
     @_guarded
     def ended_early(self, requests: Iterable[Any], status: Any) -> None:

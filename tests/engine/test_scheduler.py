@@ -229,7 +229,9 @@ def test_durations_of_a_busy_engine_add_up_and_idle_time_is_left_out(
     step(live, {}, results(0), ready_ns=9_000_000)  # nothing to compute
     scheduler.running = ["b"]
     clock.ns = 50_000_000
-    step(live, {"b": 1}, results(1), ready_ns=52_000_000)  # after a pause: from schedule()
+    output = step(live, {"b": 1})  # after a pause: from schedule()
+    scheduler.running = []
+    live.after_update(output, results(1, finished=1), 52_000_000)
     steps, _, _ = shared.read_steps(0)
     assert [s.duration_us for s in steps] == [2_000, 5_000, 2_000]
     assert [s.start_ns for s in steps] == [1_000_000, 3_000_000, 50_000_000]
