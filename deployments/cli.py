@@ -102,7 +102,7 @@ def model_command(
                 raise ModelError(f"{folder} is absent or damaged; remove it and run: make model")
             progress.say(f"{folder} is intact")
             return
-        with progress.step(f"model {name}") as step:
+        with launch.signals_as_interrupts(), progress.step(f"model {name}") as step:
             folder = model.ensure(name, step.note)
         progress.say(str(folder))
 

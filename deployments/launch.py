@@ -103,7 +103,7 @@ def up(config_file: Path, ports: Ports, *, detach: bool, wait: bool, timeout_s: 
         StartError, SettingsError, ModelError: with one line that says what to do. Nothing is left running.
         Interrupted: it was told to end before it was up. Nothing is left running.
     """
-    with _signals_as_interrupts(), _only_one():
+    with signals_as_interrupts(), _only_one():
         _refuse_second()
         plan = read_plan(config_file, ports)
         _check_machine(plan, progress)
@@ -127,7 +127,9 @@ def up(config_file: Path, ports: Ports, *, detach: bool, wait: bool, timeout_s: 
 
 
 @contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
+def signals_as_interrupts() -> Iterator[None]:
+    """Raise ``Interrupted`` at a signal to end, so that everything is cleaned up on the way out."""
+
     def interrupt(number: int, _frame: FrameType | None) -> None:
         raise Interrupted(signal.Signals(number).name)
 

@@ -99,7 +99,16 @@ def engine_environment(model: ModelSettings, location: str) -> dict[str, str]:
             "OMP_NUM_THREADS": str(model.cpu.threads),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, two replicas would share one core
         }
+        if runs_eagerly(model):
+            # vLLM compiles some sampling functions even with enforce_eager: the first request with log-probabilities
+            # would stall the engine for seconds, and end it where there is no C++ compiler.
+            environment["TORCH_COMPILE_DISABLE"] = "1"
     return environment
+
+
+def runs_eagerly(model: ModelSettings) -> bool:
+    """Say whether vLLM runs ``model`` without compiling it: the default on the CPU."""
+    return bool(model.engine_args.get("enforce_eager", model.device == "cpu"))
 
 
 def folder_of(name: str, cache: Path | None = None) -> Path:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from deployments.model import runs_eagerly
 from deployments.settings import Settings
 
 GIB = 1 << 30
@@ -123,7 +124,7 @@ def measure(needs: Needs, disk_path: Path) -> Machine:
         disk_path=str(disk_path),
         cores=len(os.sched_getaffinity(0)),
         files_max=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        compiler=any(shutil.which(name) for name in ("cc", "gcc", "clang")),
+        compiler=any(shutil.which(name) for name in ("g++", "clang++")),
         gpus=gpu_count() if on_gpu else None,
     )
 
@@ -151,12 +152,12 @@ def _judge_software(machine: Machine, settings: Settings) -> Iterable[Finding]:
             Level.ERROR,
             f"not installed: {names}; run: make serve (or: pip install --no-deps -r requirements/cpu.lock)",
         )
-    compiles = settings.model.engine == "vllm" and not settings.model.engine_args.get("enforce_eager", False)
-    if not machine.compiler and (compiles or settings.model.device == "gpu"):
+    compiles = settings.model.device == "gpu" or not runs_eagerly(settings.model)
+    if settings.model.engine == "vllm" and compiles and not machine.compiler:
         yield Finding(
             Level.ERROR,
-            "no C compiler (cc, gcc, clang) is on the PATH, and vLLM compiles the model without 'enforce_eager: true'; "
-            "install one (Debian: apt install gcc g++) or set model.engine_args.enforce_eager: true",
+            "no C++ compiler (g++, clang++) is on the PATH, and vLLM compiles its kernels on a GPU, and models without "
+            "'enforce_eager: true'; install one (Debian: apt install g++)",
         )
     if machine.gpus == 0:
         yield Finding(

@@ -160,6 +160,15 @@ def test_a_local_model_keeps_the_engine_off_the_hub(tmp_path: Path) -> None:
     assert "HF_HUB_OFFLINE" not in engine_environment(settings, "org/model")
 
 
+def test_an_eager_cpu_engine_never_compiles(tmp_path: Path) -> None:
+    eager, compiling = (
+        Settings.load({}).model,
+        Settings.load({"model": {"engine_args": {"enforce_eager": False}}}).model,
+    )
+    assert engine_environment(eager, str(tmp_path))["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in engine_environment(compiling, str(tmp_path))
+
+
 def test_a_gpu_engine_gets_no_cpu_variables(tmp_path: Path) -> None:
     settings = Settings.load({"model": {"device": "gpu", "num_gpus": 1}}).model
     assert not [name for name in engine_environment(settings, str(tmp_path)) if "CPU" in name or "OMP" in name]

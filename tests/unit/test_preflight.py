@@ -126,7 +126,9 @@ def test_cores_for_the_first_replica_are_needed_for_the_last_wanted() -> None:
 def test_the_compiler_is_needed_only_where_vllm_compiles() -> None:
     without = with_(compiler=False)
     assert judged(without) == []
-    assert "no C compiler" in only(without, Needs(Settings.load({}), (), ())).text
+    assert "no C++ compiler" in only(without, needs(engine_args={"enforce_eager": False})).text
+    assert "no C++ compiler" in only(without, needs(device="gpu", num_gpus=1)).text
+    assert judged(without, Needs(Settings.load({}), (), ())) == []
 
 
 def test_a_gpu_that_is_not_there_is_an_error() -> None:
