@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoscaling.demand import Demand
 from policies.config import ObjectivesConfig
 from policies.control.signals import ReplicaSignals
 from policies.step_model import predict_step_ms
 from policies.types import StepCoefficients
-
-from autoscaling.demand import Demand
 
 KV_TOKENS_MEAN_PRIOR = 256.0
 """KV tokens of a sequence before any ran."""

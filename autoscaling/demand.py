@@ -3,15 +3,14 @@
 Served and offered rates differ while a queue grows (served is too low) and while one is worked off (served is too high:
 the more replicas work it off, the more there seem to be needed)::
 
-    served    prompt tokens computed per s                         tokens decoded per s
-    offered   prompt tokens arriving per s * (1 - cached share)    arrivals per s * mean output tokens of a request
+    served    prompt tokens computed per s                           tokens decoded per s
+    offered   arrivals per s * mean uncached prompt tokens           arrivals per s * mean output tokens
 
 :meth:`Demand.rates` takes the offered ones while requests wait, or waited a moment ago, else the larger of both.
 
 Requests are counted in tokens because one long prompt is worth a hundred short ones. The two means (output tokens and
 uncached prompt tokens of a request, KV tokens of a sequence) are averages with a half-life of :data:`HALF_LIFE_S`, so
-that they outlive a quiet minute. The mean output counts half of the running sequences as ended, because part of the
-output belongs to those.
+that they outlive a quiet minute. Refused requests arrive and are demand, but count into neither mean.
 
 This module knows nothing of replicas' capacity and decides nothing.
 """
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.control.signals import Signals
+from policies.control.signals import Signals, Traffic
 
 HALF_LIFE_S = 60.0
 """Half-life of the averages per request."""
@@ -77,11 +76,9 @@ class _Mean:
         self._sum = self._sum * keep + total
         self._weight = self._weight * keep + weight
 
-    def value(self, more_weight: float = 0.0) -> float | None:
+    def value(self) -> float | None:
         """The mean; ``None`` while too little was seen."""
-        if self._weight < self._weight_min:
-            return None
-        return self._sum / (self._weight + more_weight)
+        return self._sum / self._weight if self._weight >= self._weight_min else None
 
 
 class DemandMeter:
@@ -100,14 +97,13 @@ class DemandMeter:
         self._last_ns = now_ns
         self._learn(signals, elapsed_s)
         traffic, work = signals.traffic, signals.work
-        prompt_mean, output_mean, kv_mean = self._prompt.value(), self._output_mean(signals), self._kv.value()
-        cached = self._cached.value() or 0.0
+        prompt_mean, output_mean, kv_mean = self._prompt.value(), self._output.value(), self._kv.value()
         queue = signals.queue or 0
         waiting_kv = (work.waiting if work else 0) * (prompt_mean or 0.0)
         return Demand(
             served_prefill_tps=work.prefill_tps if work else 0.0,
             served_decode_tps=work.decode_tps if work else 0.0,
-            offered_prefill_tps=traffic.prompt_tps * (1 - cached) if traffic else None,
+            offered_prefill_tps=traffic.arrivals_ps * prompt_mean if traffic and prompt_mean is not None else None,
             offered_decode_tps=traffic.arrivals_ps * output_mean if traffic and output_mean is not None else None,
             kv_tokens=round((work.kv_tokens_used if work else 0) + waiting_kv),
             queue=queue,
@@ -121,16 +117,19 @@ class DemandMeter:
     def _learn(self, signals: Signals, elapsed_s: float) -> None:
         traffic, work = signals.traffic, signals.work
         if traffic is not None:
-            self._output.add(traffic.output_tps * elapsed_s, traffic.succeeded_ps * elapsed_s, elapsed_s)
+            self._output.add(traffic.output_tps * elapsed_s, _served_ps(traffic) * elapsed_s, elapsed_s)
         if work is not None:
             self._cached.add(work.prefix_hit_tokens * elapsed_s, work.prefix_query_tokens * elapsed_s, elapsed_s)
             self._kv.add(work.kv_tokens_used * elapsed_s, work.running * elapsed_s, elapsed_s)
         if traffic is not None:
-            uncached = traffic.prompt_tps * (1 - (self._cached.value() or 0.0))
-            self._prompt.add(uncached * elapsed_s, traffic.arrivals_ps * elapsed_s, elapsed_s)
+            uncached = traffic.routed_prompt_tps * (1 - (self._cached.value() or 0.0))
+            self._prompt.add(uncached * elapsed_s, traffic.routed_ps * elapsed_s, elapsed_s)
 
-    def _output_mean(self, signals: Signals) -> float | None:
-        return self._output.value(more_weight=signals.work.running / 2 if signals.work else 0.0)
+
+def _served_ps(traffic: Traffic) -> float:
+    """Requests per second that ended after a dispatch: without the refused, which arrive and are not routed."""
+    refused_ps = max(0.0, traffic.arrivals_ps - traffic.routed_ps)
+    return max(traffic.succeeded_ps, traffic.succeeded_ps + traffic.failed_ps - refused_ps)
 
 
 def _inflight(signals: Signals) -> int:

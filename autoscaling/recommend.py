@@ -26,14 +26,13 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from autoscaling.capacity import Capacity, mean_capacity
+from autoscaling.demand import Demand, DemandMeter
+from autoscaling.stabilise import Ask, Stabiliser
 from policies.config import PolicyConfig
 from policies.control.scaler import ScaleAdvice
 from policies.control.signals import ReplicaSignals, Signals
 from policies.types import Reason, ReplicaState
-
-from autoscaling.capacity import Capacity, mean_capacity
-from autoscaling.demand import Demand, DemandMeter
-from autoscaling.stabilise import Ask, Stabiliser
 
 DOWN_TOLERANCE = 0.8
 """Going down is asked for only with this much more room than going up: the two must not meet within noise."""

@@ -95,11 +95,17 @@ class Traffic:
 
     arrivals_ps: float
     """Requests per second."""
+    routed_ps: float
+    """Dispatches per second, repeated ones included."""
+    routed_prompt_tps: float
+    """Prompt tokens dispatched per second as gateways estimate them, cached ones included."""
     prompt_tps: float
-    """Prompt tokens per second as gateways estimate them, cached ones included."""
+    """Prompt tokens per second of requests that ended, where engines told them."""
     output_tps: float
+    """Output tokens per second of requests that ended."""
     succeeded_ps: float
     failed_ps: float
+    """Refused and cancelled ones included."""
     inflight: int
     queued: int
     """Requests that wait in gateways for a replica."""
@@ -347,11 +353,13 @@ def _replica_signals(
 
 
 def _traffic(gateways: Sequence[tuple[GatewayReport, tuple[Sampled[GatewayReport], ...]]]) -> Traffic:
-    arrivals = prompt = output = succeeded = failed = 0.0
+    arrivals = routed = routed_prompt = prompt = output = succeeded = failed = 0.0
     for _, window in gateways:
         reports = [s.value for s in window]
         seconds = sum(r.window_ms for r in reports) / 1000 or 1.0
         arrivals += sum(r.arrivals for r in reports) / seconds
+        routed += sum(sum(r.routed.values()) for r in reports) / seconds
+        routed_prompt += sum(sum(r.predicted_prompt_tokens.values()) for r in reports) / seconds
         prompt += sum(r.prompt_tokens for r in reports) / seconds
         output += sum(r.output_tokens for r in reports) / seconds
         succeeded += sum(r.succeeded for r in reports) / seconds
@@ -359,6 +367,8 @@ def _traffic(gateways: Sequence[tuple[GatewayReport, tuple[Sampled[GatewayReport
     every = [s.value for _, window in gateways for s in window]
     return Traffic(
         arrivals_ps=arrivals,
+        routed_ps=routed,
+        routed_prompt_tps=routed_prompt,
         prompt_tps=prompt,
         output_tps=output,
         succeeded_ps=succeeded,

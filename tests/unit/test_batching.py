@@ -311,6 +311,18 @@ def test_the_correction_is_bounded_and_one_outcome_is_judged_once() -> None:
     assert len(r.changes) <= 4
 
 
+def test_one_outcome_shrinks_the_aim_once() -> None:
+    r = Replica(replace(CONFIG, step_tokens_min=88, settle_ticks=0))
+    r.second(itl=histogram())
+    r.seconds(2, itl=histogram(*[250.0] * 25))
+    aim = r.tuner._itl_share
+    assert aim < 1
+    r.second(itl=histogram(*[250.0] * 25))
+    assert r.tuner._itl_share == aim
+    r.second(itl=histogram(*[250.0] * 25))
+    assert r.tuner._itl_share < aim
+
+
 def test_the_models_value_returns_when_gaps_are_well_below_the_objective() -> None:
     r = Replica()
     r.seconds(5)

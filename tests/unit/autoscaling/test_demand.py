@@ -25,6 +25,12 @@ def measure(
     return demand
 
 
+def sizes(arrivals: int, prompt_tokens: int, routed: int | None = None) -> dict[str, Any]:
+    """A gateway's counts of requests of one size, all dispatched unless ``routed`` says otherwise."""
+    n = arrivals if routed is None else routed
+    return {"arrivals": arrivals, "routed": {"r1": n}, "predicted_prompt_tokens": {"r1": n * prompt_tokens}}
+
+
 def test_nothing_known_asks_for_nothing() -> None:
     demand = measure(1, None, None)
     assert demand.rates(backlog=True) == demand.rates(backlog=False) == (0, 0)
@@ -35,10 +41,10 @@ def test_nothing_known_asks_for_nothing() -> None:
 
 def test_a_full_replica_hides_demand_that_the_gateway_sees() -> None:
     served = {"prefill_tokens": 100, "decode_tokens": 50, "running": 16, "waiting": 40}
-    offered = {"arrivals": 10, "prompt_tokens": 500, "succeeded": 2, "output_tokens": 50}
-    demand = measure(120, served, offered)
-    assert demand.output_tokens_mean == pytest.approx(25, rel=0.1)
-    assert demand.rates(backlog=True) == pytest.approx((500, 250), rel=0.1)
+    offered = sizes(arrivals=10, prompt_tokens=50) | {"succeeded": 2, "output_tokens": 50}
+    demand = measure(30, served, offered)
+    assert demand.output_tokens_mean == pytest.approx(25)
+    assert demand.rates(backlog=True) == pytest.approx((500, 250))
     assert demand.queue == 40
 
 
@@ -49,8 +55,8 @@ def test_work_in_progress_counts_when_nothing_arrives_any_more() -> None:
 
 def test_working_off_a_backlog_is_no_demand_for_more() -> None:
     served = {"prefill_tokens": 900, "decode_tokens": 900, "running": 64, "waiting": 40}
-    demand = measure(300, served, {"arrivals": 10, "prompt_tokens": 500, "succeeded": 10, "output_tokens": 300})
-    assert demand.rates(backlog=True) == pytest.approx((500, 300), rel=0.1)
+    demand = measure(30, served, sizes(arrivals=10, prompt_tokens=50) | {"succeeded": 12, "output_tokens": 360})
+    assert demand.rates(backlog=True) == pytest.approx((500, 300))
     assert demand.rates(backlog=False) == pytest.approx((900, 900))
 
 
@@ -60,20 +66,27 @@ def test_a_backlog_that_no_gateway_explains_is_judged_by_what_is_served() -> Non
 
 def test_cached_prompt_tokens_cost_nothing() -> None:
     replica = {"prefix_query_tokens": 1_000, "prefix_hit_tokens": 750, "prefill_tokens": 250}
-    demand = measure(30, replica, {"arrivals": 10, "prompt_tokens": 1_000, "succeeded": 10, "output_tokens": 10})
+    demand = measure(30, replica, sizes(arrivals=10, prompt_tokens=100))
     assert demand.offered_prefill_tps == pytest.approx(250)
     assert demand.prompt_tokens_mean == pytest.approx(25)
 
 
-def test_output_of_open_requests_does_not_inflate_the_mean_at_the_start() -> None:
-    demand = measure(10, {"running": 16}, {"arrivals": 1, "succeeded": 1, "output_tokens": 320, "inflight": 16})
-    assert demand.output_tokens_mean is not None
-    assert demand.output_tokens_mean < 320 * 0.6
+def test_refused_requests_are_demand_and_do_not_shrink_the_means() -> None:
+    gateway = sizes(arrivals=10, prompt_tokens=50, routed=4) | {"succeeded": 3, "failed": {"inflight": 6, "reset": 1}}
+    demand = measure(30, {}, gateway | {"output_tokens": 80})
+    assert demand.prompt_tokens_mean == pytest.approx(50)
+    assert demand.output_tokens_mean == pytest.approx(20)
+    assert demand.rates(backlog=True) == pytest.approx((500, 200))
+
+
+def test_repeated_dispatches_are_not_taken_for_refusals() -> None:
+    gateway = sizes(arrivals=10, prompt_tokens=50, routed=12) | {"succeeded": 8, "failed": {"reset": 2}}
+    assert measure(30, {}, gateway | {"output_tokens": 100}).output_tokens_mean == pytest.approx(10)
 
 
 def test_averages_outlive_a_quiet_minute() -> None:
     meter = DemandMeter()
-    busy = {"arrivals": 10, "prompt_tokens": 100, "succeeded": 10, "output_tokens": 300}
+    busy = sizes(arrivals=10, prompt_tokens=10) | {"succeeded": 10, "output_tokens": 300}
     measure(60, {"running": 4, "kv_tokens_used": 1_000}, busy, meter)
     demand = measure(60, {}, {}, meter)
     assert demand.output_tokens_mean == pytest.approx(30, rel=0.1)
@@ -82,7 +95,7 @@ def test_averages_outlive_a_quiet_minute() -> None:
 
 
 def test_waiting_requests_will_need_kv() -> None:
-    gateway = {"arrivals": 10, "prompt_tokens": 1_000, "inflight": 12}
+    gateway = sizes(arrivals=10, prompt_tokens=100) | {"inflight": 12}
     demand = measure(10, {"running": 2, "waiting": 10, "kv_tokens_used": 200}, gateway)
     assert demand.kv_tokens == 200 + 10 * 100
     assert demand.inflight == 12

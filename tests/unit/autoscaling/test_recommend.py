@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,20 @@ from policies.config import PolicyConfig, ScalingConfig
 from policies.control.scaler import ScaleAdvice
 from policies.control.signals import SignalBook
 from policies.types import FleetView, ReplicaState, StepCoefficients
-from tests.unit.control.fleet import SECOND_NS, gateway_report, histogram, replica_report
+from tests.unit.control.fleet import CPU_STEP, SECOND_NS, gateway_report, histogram, replica_report
 
 CONFIG = PolicyConfig(scaling=ScalingConfig(replicas_max=8, up_ticks=1, down_window_s=0))
 UNTRUSTED = StepCoefficients(25, 2, 0.5, 1.9, samples=0)
+
+
+SIZES: dict[str, Any] = {
+    "arrivals": 6,
+    "routed": {"r0": 6},
+    "predicted_prompt_tokens": {"r0": 600},
+    "succeeded": 5,
+    "output_tokens": 300,
+}
+"""Six requests a second of 100 prompt and 60 output tokens."""
 
 
 class World:
@@ -96,7 +107,8 @@ def test_one_busy_stream_needs_no_second_replica() -> None:
 def test_one_client_that_sends_long_prompts_one_by_one_needs_no_second_replica() -> None:
     world = World(1)
     replica = {"running": 1, "prefill_tokens": 520, "steps": 6, "busy_share": 1.0}
-    gateway = {"arrivals": 1, "prompt_tokens": 520, "inflight": 1, "ttft": histogram(2_700.0)}
+    gateway = {"arrivals": 1, "routed": {"r0": 1}, "predicted_prompt_tokens": {"r0": 520}, "inflight": 1}
+    gateway |= {"ttft": histogram(2_700.0)}
     advice = world.seconds(60, replica, gateway)
     assert advice.replicas == 1
     assert "FewRequests" in codes(advice)
@@ -120,7 +132,7 @@ def test_a_queue_that_cannot_start_in_time_asks_for_one_more() -> None:
 
 def test_a_growing_queue_asks_for_as_many_as_it_takes() -> None:
     world = World(2, replace(CONFIG, scaling=replace(CONFIG.scaling, up_ticks=100)))
-    sizes = {"arrivals": 6, "prompt_tokens": 600, "succeeded": 5, "output_tokens": 300, "inflight": 60}
+    sizes = SIZES | {"inflight": 60}
     for i in range(12):
         advice = world.second(FULL | {"waiting": 4 * i, "decode_tokens": 10, "prefill_tokens": 10}, sizes)
     # two queues grow by 4 a second each, one replica serves 2.4 requests a second: four more at least
@@ -142,14 +154,16 @@ def test_a_queue_that_shrinks_fast_enough_asks_for_nothing_and_gives_up_nothing(
 
 def test_a_short_queue_on_busy_replicas_asks_for_nothing() -> None:
     world = World(1)
-    sizes = {"arrivals": 2, "prompt_tokens": 40, "succeeded": 2, "output_tokens": 40, "inflight": 9}
+    sizes = {"arrivals": 2, "routed": {"r0": 2}, "predicted_prompt_tokens": {"r0": 40}, "inflight": 9}
+    sizes |= {"succeeded": 2, "output_tokens": 40}
     replica = {"running": 8, "waiting": 1, "busy_share": 1.0, "decode_tokens": 40, "prefill_tokens": 40, "steps": 20}
     assert world.seconds(60, replica, sizes).replicas == 1
 
 
 def test_missed_ttft_on_busy_replicas_asks_for_one_more() -> None:
     world = World(1)
-    sizes = {"arrivals": 4, "prompt_tokens": 80, "succeeded": 4, "output_tokens": 80, "inflight": 16}
+    sizes = {"arrivals": 4, "routed": {"r0": 4}, "predicted_prompt_tokens": {"r0": 80}, "inflight": 16}
+    sizes |= {"succeeded": 4, "output_tokens": 80}
     replica = {"running": 16, "waiting": 2, "busy_share": 1.0, "decode_tokens": 80, "prefill_tokens": 80, "steps": 20}
     slow = {"ttft": histogram(*[5_000.0] * 4)}
     assert "TtftMissed" in codes(world.seconds(2, replica, sizes | slow))
@@ -184,6 +198,28 @@ def test_pending_replicas_silence_pressure_and_so_does_their_arrival() -> None:
     world.n = first
     settle_s = SETTLE_NS // SECOND_NS
     assert world.seconds(settle_s, busy, {"inflight": 216}).replicas == first
+
+
+def test_a_queue_that_grows_while_replicas_start_asks_for_nothing_more() -> None:
+    world = World(1)
+    busy = FULL | {"decode_tokens": 10, "prefill_tokens": 10}
+    targets = set()
+    for i in range(90):
+        advice = world.second(busy | {"waiting": 10 + 8 * i}, SIZES | {"inflight": 700})
+        world.target = advice.replicas or world.target
+        targets.add(world.target)
+    offered = (600 * CPU_STEP.d_ms + 360 * 61 / 16) / 1_000
+    assert max(targets) <= math.ceil(offered / 0.8)
+    assert advice.inputs["pressure"] == "Settling"
+
+
+def test_working_a_backlog_off_asks_for_no_more_than_what_arrives() -> None:
+    world = World(4, replace(CONFIG, scaling=replace(CONFIG.scaling, up_ticks=3)))
+    served = FULL | {"decode_tokens": 250, "prefill_tokens": 200, "waiting": 3}
+    advice = world.seconds(20, served, SIZES | {"inflight": 76})
+    offered = (600 * CPU_STEP.d_ms + 360 * 61 / 16) / 1_000
+    assert advice.inputs["demand_share"] == pytest.approx(offered, rel=0.02)
+    assert advice.replicas == 4
 
 
 def test_an_idle_fleet_goes_to_the_minimum_unless_it_cannot_see() -> None:

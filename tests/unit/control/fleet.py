@@ -197,8 +197,9 @@ class TinyFleet:
         return gateway_report(
             seq=self.seq,
             arrivals=round(rate_ps),
-            prompt_tokens=round(rate_ps * self.prompt_tokens),
-            output_tokens=sum(r.decode_tokens for r in reports),
+            routed={"r1": round(rate_ps)},
+            predicted_prompt_tokens={"r1": round(rate_ps) * self.prompt_tokens},
+            output_tokens=sum(r.finished for r in reports) * self.output_tokens,
             succeeded=sum(r.finished for r in reports),
             inflight=sum(r.running + r.waiting for r in reports),
             ttft=histogram(*[ttft_ms] * round(rate_ps)),

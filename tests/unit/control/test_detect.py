@@ -100,6 +100,14 @@ def test_one_bad_second_is_no_condition() -> None:
     assert not world.active("kv_pressure")
 
 
+def test_bad_seconds_must_follow_one_another() -> None:
+    world = World()
+    for _ in range(10):
+        world.seconds(1, {"kv_tokens_used": 39_900})
+        world.seconds(1, {"kv_tokens_used": 100})
+    assert not world.active("kv_pressure")
+
+
 def test_between_the_two_thresholds_a_condition_keeps_its_state() -> None:
     world = World()
     world.seconds(10, {"kv_tokens_used": 34_000})

@@ -163,6 +163,16 @@ def test_knobs_are_the_full_wish_of_every_known_replica_each_tick() -> None:
         assert result.plan.knobs["r1"].step_tokens_max is not None
 
 
+def test_old_reports_of_a_silent_replica_move_no_knob() -> None:
+    state = ControlState(replace(CONFIG, batching=BatchingConfig(settle_ticks=6)), FixedScaler(), "e")
+    state.receive_replica(replica_report("r1", 1, steps=5, running=1), SECOND_NS)
+    wish = tick(state, SECOND_NS).plan.knobs
+    slow = replace(CPU_STEP, d_ms=6.0)
+    state.receive_replica(replica_report("r1", 2, steps=5, running=1, step_model=slow), 2 * SECOND_NS)
+    plans = [tick(state, i * SECOND_NS).plan for i in range(2, 12)]
+    assert all(plan.knobs == wish for plan in plans)
+
+
 def test_forgotten_replicas_leave_the_plan() -> None:
     state = ControlState(CONFIG, FixedScaler(), "e")
     state.receive_replica(replica_report("gone", 1), 0)
@@ -276,6 +286,16 @@ def test_a_hold_is_written_when_it_begins_and_not_each_tick() -> None:
         state.receive_gateway(gateway_report(seq=i), i * SECOND_NS)
         tick(state, i * SECOND_NS)
     assert state.ledger.last_seq == 1
+
+
+def test_a_hold_that_comes_and_goes_is_written_once_a_minute_at_most() -> None:
+    scaler = FixedScaler(2)
+    state = ControlState(CONFIG, scaler, "e")
+    for i in range(180):
+        scaler.advice = replace(scaler.advice, held=i % 2 == 0)
+        state.receive_gateway(gateway_report(seq=i), i * SECOND_NS)
+        tick(state, i * SECOND_NS)
+    assert state.ledger.last_seq == 3
 
 
 def test_a_controller_that_never_heard_anyone_writes_nothing() -> None:

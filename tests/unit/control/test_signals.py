@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,13 @@ def test_rates_are_counts_over_the_time_their_windows_cover_summed_over_reporter
     for seq in (1, 2, 3):
         book.receive_replica(replica_report("a", seq, window_ms=500, decode_tokens=10, prefill_tokens=100), at(seq))
         book.receive_replica(replica_report("b", seq, window_ms=1_000, decode_tokens=5), at(seq))
-        book.receive_gateway(gateway_report(seq=seq, window_ms=2_000, arrivals=4, prompt_tokens=40), at(seq))
+        counts: dict[str, Any] = {
+            "arrivals": 4,
+            "prompt_tokens": 40,
+            "routed": {"a": 2, "b": 4},
+            "predicted_prompt_tokens": {"a": 80},
+        }
+        book.receive_gateway(gateway_report(seq=seq, window_ms=2_000, **counts), at(seq))
     signals = book.signals(at(3))
     assert signals.work is not None
     assert signals.traffic is not None
@@ -47,6 +54,8 @@ def test_rates_are_counts_over_the_time_their_windows_cover_summed_over_reporter
     assert signals.work.prefill_tps == pytest.approx(200)
     assert signals.traffic.arrivals_ps == pytest.approx(2)
     assert signals.traffic.prompt_tps == pytest.approx(20)
+    assert signals.traffic.routed_ps == pytest.approx(3)
+    assert signals.traffic.routed_prompt_tps == pytest.approx(40)
 
 
 def test_a_lost_report_makes_a_rate_older_not_lower() -> None:
