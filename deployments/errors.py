@@ -106,6 +106,8 @@ def engine_error(status: int, content_type: str, body: bytes) -> GatewayError:
     message, param, code, bare_detail = _read(content_type, body)
     if status == 422 and bare_detail:
         status = 400
+    if status == 404 and bare_detail and message == "Not Found":
+        message, code = "The engine has no such endpoint for this model.", "unsupported_endpoint"
     message = _clean(message) if message else ""
     if not message:
         message = _plain_words(status)
@@ -164,11 +166,13 @@ def _validation_line(loc: object, msg: object) -> str:
     return f"{where}: {text}" if where else text
 
 
-_MARKER = re.compile(r"[\[\]{}()]|^(function-\w+|nullable|chain|str|int|float|bool|list|dict|tagged-union|union)$")
+_MARKER = re.compile(
+    r"[\[\]{}()]|^(function-\w+|nullable|chain|str|int|float|bool|list|dict|tagged-union|union|none)$|^([A-Z][a-z]+){2,}$"
+)
 
 
 def _path(loc: list[object]) -> str | None:
-    """Pydantic's location without ``body`` and without the names of its own validators."""
+    """Pydantic's location without ``body`` and without the names of validators and of classes of a union."""
     parts = [str(p) for p in loc if not _MARKER.search(str(p))]
     if parts and parts[0] == "body":
         parts = parts[1:]
@@ -180,7 +184,7 @@ def _clean_param(param: str | None) -> str | None:
 
 
 _VALIDATION = re.compile(r"^\d+ validation errors?:")
-_ENTRY = re.compile(r"'loc': \((?P<loc>[^)]*)\), 'msg': (?P<quote>['\"])(?P<msg>.*?)(?P=quote)(?:, '|\}|$)", re.DOTALL)
+_ENTRY = re.compile(r"'loc': \((?P<loc>.*?)\), 'msg': (?P<quote>['\"])(?P<msg>.*?)(?P=quote)(?:, '|\}|$)", re.DOTALL)
 _REPR = re.compile(r"<[\w.]+ object at 0x|<class '|\bTraceback \(most recent call last\)|File \"[^\"]+\", line \d+")
 
 
