@@ -147,7 +147,7 @@ def test_running_sequences_are_capped_where_their_kv_would_not_fit() -> None:
 
 
 def test_a_few_long_sequences_in_an_empty_cache_do_not_cap_the_batch() -> None:
-    knobs, _, _ = solve(point(running=2, kv_tokens=4_000, kv_tokens_max=40_000), OBJECTIVES, CONFIG)
+    knobs, _, _ = solve(point(running=2, kv_tokens=4_000, kv_tokens_max=20_000), OBJECTIVES, CONFIG)
     assert knobs.running_seqs_max == 16
 
 

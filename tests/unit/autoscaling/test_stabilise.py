@@ -155,6 +155,14 @@ def test_someone_elses_target_is_adopted_and_our_own_is_not_mistaken_for_it() ->
     assert fleet.tick(2).target == 5
 
 
+def test_a_serve_that_follows_in_steps_is_not_taken_for_someone_else() -> None:
+    fleet = Fleet()
+    fleet.follows = False
+    fleet.ticks(3, 4)
+    fleet.serve = replace(fleet.serve, replicas_target=2)
+    assert fleet.tick(4).target == 4
+
+
 def test_without_serves_word_the_known_replicas_are_the_target() -> None:
     stabiliser = Stabiliser(CONFIG)
     stabiliser.adopt(None, 0, 0)
