@@ -44,7 +44,7 @@ async def complete(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
 
 
 async def test_it_answers_sensibly_and_says_what_was_cached(engine: Engine, client: httpx.AsyncClient) -> None:
-    system = "You are a helpful assistant who answers questions in one short and friendly sentence. " * 4
+    system = "You are a helpful assistant who answers questions in one short and friendly sentence. " * 20
     messages = [
         {"role": "system", "content": system},
         {"role": "user", "content": "What is the capital of France?"},
