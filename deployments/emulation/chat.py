@@ -26,12 +26,14 @@ def parse(raw: Any, model: str, settings: EmulatedSettings, job_id: str, created
     checks.check_messages(body.messages)
     checks.check_model(body.model, model)
     _check_template(body, raw)
-    prompt = truncated(encode_messages(body.messages, model, not body.continue_final_message), body)
+    text = "\n".join(checks.message_text(m.get("content"), model) for m in body.messages)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if body.truncate_prompt_tokens is None:
+        checks.check_chars(len(text), asked, settings.context_tokens_max)
+    prompt = truncated(encode_messages(body.messages, model, not body.continue_final_message), body)
     check_numbers(body, asked, len(prompt), settings.context_tokens_max, body.top_logprobs or None)
     rules = rules_of(body, asked, len(prompt), settings)
     answers = [make_answer(prompt, rules, i) for i in range(body.n or 1)]
-    text = "\n".join(checks.message_text(m.get("content"), model) for m in body.messages)
     job = Job(
         f"chatcmpl-{body.request_id or job_id}", created, model, [prompt], answers, [0] * len(answers), text,
         body.cache_salt or "", bool(body.stream),

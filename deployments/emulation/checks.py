@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deployments.emulation.errors import ApiError, invalid, missing, model_not_found, refused
-from deployments.emulation.tokens import VOCABULARY
+from deployments.emulation.tokens import CHUNK_CHARS, VOCABULARY
 
 N_MAX = 16_384
 LOGPROBS_MAX = 20
@@ -147,6 +147,12 @@ def check_length(input_tokens: int, output_tokens: int | None, context_max: int,
             "tokens. Please reduce the length of the input prompt or the number of requested output tokens.",
             "input_tokens", value=input_tokens,
         )  # fmt: skip
+
+
+def check_chars(chars: int, output_tokens: int | None, context_max: int, param: str = "max_tokens") -> None:
+    """Refuse a text that cannot fit before it is tokenised: a token has at most :data:`CHUNK_CHARS` characters."""
+    if chars > CHUNK_CHARS * context_max:
+        check_length(chars // CHUNK_CHARS, output_tokens, context_max, param)
 
 
 def check_sampling(p: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ def parse(raw: Any, model: str, settings: EmulatedSettings, job_id: str, created
     checks.check_model(body.model, model)
     if body.suffix is not None:
         raise refused("suffix is not currently supported")
-    prompts = [truncated(prompt, body) for prompt in _prompts(body)]
+    prompts = [truncated(prompt, body) for prompt in _prompts(body, settings.context_tokens_max)]
     asked = 1 if body.echo and body.max_tokens == 0 else body.max_tokens
     answers: list[Answer] = []
     for prompt in prompts:
@@ -46,7 +46,7 @@ def parse(raw: Any, model: str, settings: EmulatedSettings, job_id: str, created
     return CompletionView(job, body)
 
 
-def _prompts(body: CompletionBody) -> list[list[int]]:
+def _prompts(body: CompletionBody, context_max: int) -> list[list[int]]:
     """Token ids of each prompt."""
     given = body.prompt
     if isinstance(given, str):
@@ -56,6 +56,8 @@ def _prompts(body: CompletionBody) -> list[list[int]]:
     several = [given] if isinstance(given[0], int) else given
     prompts: list[list[int]] = []
     for one in several:
+        if isinstance(one, str) and body.truncate_prompt_tokens is None:
+            checks.check_chars(len(one), body.max_tokens, context_max)
         prompt = _encode(one) if isinstance(one, str) else list(one)
         if not prompt:
             raise refused("The decoder prompt cannot be empty")

@@ -23,6 +23,8 @@ def parse(raw: Any, model: str, settings: EmulatedSettings, job_id: str, created
     if body.max_tokens <= 0:
         raise _not_positive(body.max_tokens)
     messages = _messages(body, model)
+    text = "\n".join(m["content"] for m in messages)
+    checks.check_chars(len(text), body.max_tokens, settings.context_tokens_max)
     prompt = encode_messages(messages, model)
     stop = tuple(body.stop_sequences or ())
     checks.check_length(len(prompt), body.max_tokens, settings.context_tokens_max)
@@ -31,7 +33,6 @@ def parse(raw: Any, model: str, settings: EmulatedSettings, job_id: str, created
         tokens_max=min(body.max_tokens, settings.context_tokens_max - len(prompt)),
         stop=stop, words=settings.text, engine_seed=settings.seed,
     )  # fmt: skip
-    text = "\n".join(m["content"] for m in messages)
     job = Job(
         f"chatcmpl-{job_id}", created, model, [prompt], [make_answer(prompt, rules)], [0], text,
         body.cache_salt or "", bool(body.stream),

@@ -40,6 +40,8 @@ def parse(raw: Any, model: str, settings: EmulatedSettings, job_id: str, created
     if body.previous_response_id is not None:
         raise not_found(body.previous_response_id)
     messages = _messages(body)
+    text = "\n".join(checks.message_text(m["content"], model) for m in messages)
+    checks.check_chars(len(text), body.max_output_tokens, settings.context_tokens_max, "max_output_tokens")
     prompt = encode_messages(messages, model)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     checks.check_length(len(prompt), body.max_output_tokens, settings.context_tokens_max, "max_output_tokens")
@@ -58,7 +60,6 @@ def parse(raw: Any, model: str, settings: EmulatedSettings, job_id: str, created
         engine_seed=settings.seed,
         request_seed=body.seed,
     )
-    text = "\n".join(checks.message_text(m["content"], model) for m in messages)
     job = Job(
         body.request_id or f"resp_{job_id}", created, model, [prompt], [make_answer(prompt, rules)], [0], text,
         body.cache_salt or "", bool(body.stream),

@@ -135,3 +135,26 @@ async def test_many_requests_at_once_all_end_and_nothing_is_left() -> None:
         assert not e.core.scheduler.has_work
         assert e.core.scheduler.pool.used_tokens == 0
         assert e.core._work.owners == {}
+
+
+@pytest.mark.parametrize("path", list(GENERATE))
+async def test_text_far_too_long_is_refused_as_too_long(path: str) -> None:
+    long = "a" * 3_000_000
+    asked = {
+        CHAT: {"messages": [{"role": "user", "content": long}]},
+        "/v1/completions": {"prompt": long},
+        "/v1/responses": {"input": long},
+        "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": long}], "max_tokens": 5},
+    }
+    async with engine() as e:
+        call = await e.call(path, asked[path]).end()
+        assert call.status == 400
+        assert "maximum context length is 2048" in call.json["error"]["message"]
+
+
+async def test_context_is_full_to_the_last_token_and_no_further() -> None:
+    async with engine(context_tokens_max=64) as e:
+        fits = {"prompt": [7] * 60, "max_tokens": 4, "ignore_eos": True}
+        assert (await e.call("/v1/completions", fits).end()).json["usage"]["total_tokens"] == 64
+        assert (await e.call("/v1/completions", fits | {"max_tokens": 5}).end()).status == 400
+        assert (await e.call("/v1/completions", {"prompt": [7] * 64, "max_tokens": 1}).end()).status == 400
