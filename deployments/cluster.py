@@ -95,6 +95,7 @@ def cluster_environment(settings: Settings, ports: Ports, temp_dir: str, run_id:
         RUN_VARIABLE: run_id,
         "RAY_AUTH_MODE": "token",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # Ray's default is 15: any other program on the machine would starve the engines
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # there is no other node to drain to
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_DEPLOYMENT_ACTOR_HEALTH_CHECK_PERIOD_S": "2",  # a dead controller is noticed within this time

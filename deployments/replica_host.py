@@ -175,6 +175,7 @@ class ReplicaHost:
             "kv_tokens_used": gauges.kv_tokens_used,
             "kv_tokens_max": gauges.kv_tokens_max,
             "running_seqs_max": gauges.running_seqs_now,
+            "step_tokens_max": gauges.step_tokens_now,
             "step_a_ms": step.a_ms,
             "step_b_ms": step.b_ms,
             "step_c_ms": step.c_ms,
