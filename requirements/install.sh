@@ -36,7 +36,7 @@ for name in "$@"; do
     fi
     echo "  .. installing $lock ($([ "$name" = cpu ] && echo 'once, a few minutes, 3.8 GB' || echo 'once'))"
     rm -f "$stamp"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps -r "$lock" </dev/null ||
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --no-input --no-deps -r "$lock" </dev/null ||
         fail "pip could not install $lock (its words are above); for torch's +cpu build point PIP_EXTRA_INDEX_URL at PyTorch's CPU package index"
     echo "$sum" >"$stamp"
 done
