@@ -10,6 +10,10 @@ The step model predicts a step's duration (``policies/step_model.py``), and a st
 between the floors of the configuration and the engine's start-up values. Where nobody decodes no gap is at stake, and
 the token budget goes up to its start-up value, for TTFT.
 
+An objective that no setting can hold is no reason to starve the engine: where decoding alone takes longer, a prompt may
+at most double the gap (:data:`OUT_OF_REACH_FACTOR`); where even one sequence takes longer, the number of sequences is
+left at its start-up value.
+
 :class:`BatchTuner` adds what one prediction cannot know. It trusts a model only after ``samples_min`` steps; it leaves
 the engine alone for ``settle_ticks`` after a change; it lowers at once but raises only what was asked for
 :data:`RAISE_TICKS` in a row, by a bounded factor; it makes no change below :data:`CHANGE_SHARE_MIN`. It checks the
@@ -35,6 +39,9 @@ DECODE_SHARE = 0.8
 
 PREFILL_TOKENS_MIN = 16
 """Prompt tokens a step must always have room for, or waiting prompts would never start."""
+
+OUT_OF_REACH_FACTOR = 2.0
+"""Longest step over a step that only decodes, when decoding alone is above the objective."""
 
 STEP_TOKENS_GRAIN = 8
 """Token budgets are rounded down to a multiple of this."""
@@ -131,9 +138,13 @@ def _solve_tokens(point: BatchPoint, objectives: ObjectivesConfig, config: Batch
     floor = step_tokens_floor(point.running, hard, config)
     best = _largest(floor, hard, within)
     if best is None:
-        return floor, Reason(
+        decode_ms = predict_step_ms(point.model, point.running, point.kv_tokens, 0)
+        limit_ms = max(limit_ms, OUT_OF_REACH_FACTOR * decode_ms)
+        tokens = _largest(floor, hard, within) or floor
+        return tokens, Reason(
             "OutOfReach",
-            f"even {floor} tokens a step take more than {limit_ms:.0f} ms with {point.running} running: least budget",
+            f"even {floor} tokens a step take more than {objectives.itl_ms:.0f} ms with {point.running} running: "
+            f"{tokens} tokens keep gaps near {limit_ms:.0f} ms",
         )
     tokens = best if best == hard else max(floor, best - best % STEP_TOKENS_GRAIN)
     return tokens, Reason(
@@ -156,6 +167,8 @@ def _solve_seqs(point: BatchPoint, objectives: ObjectivesConfig, config: Batchin
         return fits and predict_step_ms(point.model, seqs, min(kv_tokens, kv_max), 0) <= limit_ms
 
     floor = min(hard, config.running_seqs_min)
+    if predict_step_ms(point.model, 1, per_seq, 0) > limit_ms:
+        limit_ms = math.inf
     return _largest(floor, hard, within) or floor
 
 

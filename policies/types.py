@@ -246,7 +246,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All knobs of one tick. Everyone acts on the last plan received until it is ``ttl_ms`` old, then on a local rule."""
+    """All knobs of one tick. Everyone acts on the last plan received until it is ``ttl_ms`` old, then by local rule."""
 
     epoch: str
     """Identifies one life of the controller; ``seq`` starts again at 1 with each."""

@@ -11,6 +11,7 @@ from policies.batching import (
     BRAKE_QUIET_TICKS,
     DECODE_SHARE,
     ITL_SHARE_MIN,
+    OUT_OF_REACH_FACTOR,
     PREFILL_TOKENS_MIN,
     RAISE_SHARE_MIN,
     RAISE_TICKS,
@@ -114,9 +115,14 @@ def test_an_objective_out_of_reach_leaves_the_floor_and_says_so() -> None:
     assert predicted["itl_ms"] > 50
 
 
-def test_a_prompt_can_always_progress_beside_everyone_who_decodes() -> None:
-    knobs, _, _ = solve(point(running=100, running_seqs_hard=128), replace(OBJECTIVES, itl_ms=10.0), CONFIG)
-    assert knobs.step_tokens_max == 100 + PREFILL_TOKENS_MIN
+def test_beyond_the_objective_a_prompt_progresses_and_at_most_doubles_the_gap() -> None:
+    knobs, reason, _ = solve(point(running=100, running_seqs_hard=128), replace(OBJECTIVES, itl_ms=10.0), CONFIG)
+    assert reason.code == "OutOfReach"
+    assert knobs.step_tokens_max is not None
+    assert knobs.step_tokens_max >= 100 + PREFILL_TOKENS_MIN
+    decode_ms = predict_step_ms(CPU_STEP, 100, point().kv_tokens, 0)
+    full_ms = predict_step_ms(CPU_STEP, 100, point().kv_tokens, knobs.step_tokens_max - 100)
+    assert full_ms <= OUT_OF_REACH_FACTOR * decode_ms
 
 
 def test_the_floor_never_exceeds_the_start_up_value() -> None:
@@ -157,8 +163,15 @@ def test_unknown_kv_leaves_the_start_up_value() -> None:
 
 
 def test_the_least_allowed_number_of_sequences_holds() -> None:
-    knobs, _, _ = solve(point(), replace(OBJECTIVES, itl_ms=5.0), replace(CONFIG, running_seqs_min=4))
+    one_ms = predict_step_ms(CPU_STEP, 1, point().kv_tokens / point().running, 0)
+    objectives = replace(OBJECTIVES, itl_ms=1.01 * one_ms / DECODE_SHARE)
+    knobs, _, _ = solve(point(), objectives, replace(CONFIG, running_seqs_min=4))
     assert knobs.running_seqs_max == 4
+
+
+def test_an_objective_that_not_even_one_sequence_meets_does_not_starve_the_engine() -> None:
+    knobs, _, _ = solve(point(running_seqs_hard=64), replace(OBJECTIVES, itl_ms=5.0), CONFIG)
+    assert knobs.running_seqs_max == 64
 
 
 @pytest.mark.parametrize(
