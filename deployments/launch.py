@@ -133,8 +133,9 @@ def signals_as_interrupts() -> Iterator[None]:
     def interrupt(number: int, _frame: FrameType | None) -> None:
         raise Interrupted(signal.Signals(number).name)
 
-    # A signal that the caller ignores (nohup, a shell's background job) stays ignored.
-    numbers = [number for number in _END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    # Under nohup a closed terminal stays ignored. SIGINT is taken even where a script's background job ignores it.
+    hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in _END_SIGNALS if not (hangup_ignored and number == signal.SIGHUP)]
     before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
