@@ -7,12 +7,13 @@ MAKEFLAGS += --no-print-directory
 export PYTHON
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest --quiet
-PURE := tests/unit tests/property tests/test_architecture.py
+UNIT := tests/unit tests/test_architecture.py
+PROPERTY := tests/property
 STACK := tests/contract tests/serve
 ENGINE := tests/engine
 BENCHES := startup added_ttft relay_cpu affinity token_budget scaling controller_kill
 
-.PHONY: help serve stop model doctor check format lint types imports pure test stack engine bench lock install dev
+.PHONY: help serve stop model doctor check format lint types imports unit property test stack engine bench lock install dev
 
 help: ## Show this
 	grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -31,7 +32,7 @@ doctor: install ## Check configuration and machine, start nothing
 
 check: dev ## Format, lint, types, import rules, pure tests; under a minute
 	$(MAKE) format lint imports
-	$(MAKE) -j2 --output-sync=target types pure
+	$(MAKE) -j3 --output-sync=target types unit property
 
 format: dev
 	$(PY) -m ruff format --check --quiet . || { echo "error: not formatted; run: .venv/bin/ruff format ." >&2; exit 1; }
@@ -45,11 +46,15 @@ types: dev
 imports: dev
 	out=$$(.venv/bin/lint-imports --no-cache 2>&1) || { echo "$$out"; exit 1; }
 
-pure: dev
-	$(PYTEST) $(PURE)
+unit: dev
+	$(PYTEST) $(UNIT)
+
+property: dev
+	$(PYTEST) $(PROPERTY)
 
 test: dev ## All tests: pure, then Ray Serve with emulated engines, then real vLLM; under 20 minutes
-	$(MAKE) pure
+	$(MAKE) unit
+	$(MAKE) property
 	$(MAKE) stack
 	$(MAKE) engine
 
