@@ -17,6 +17,7 @@ One engine per replica: ``data_parallel_size`` above 1 is refused, replicas are 
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def llm_config(settings: Settings, shared: Path | None = None) -> LLMConfig:
     location = resolve(model.source) if shared is not None else model.source
     arguments = engine_arguments(model)
     if shared is not None:
-        own = {"tidegate": {"shared": str(shared)}}
+        own = {"tidegate": {"shared": str(shared), "replica_pid": os.getpid()}}
         arguments["additional_config"] = {**arguments.get("additional_config", {}), **own}
     return LLMConfig(
         model_loading_config={"model_id": model.name, "model_source": location},

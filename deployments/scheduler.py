@@ -1,8 +1,9 @@
 """vLLM's schedulers with knobs that move between two steps, and a record of each step. Runs in the engine core.
 
 :func:`live_scheduler` is the ``scheduler_cls`` of every engine: it builds the live form of the scheduler that vLLM
-itself would have chosen. The path of the shared mapping comes in ``additional_config["tidegate"]["shared"]``. Each live
-scheduler holds one :class:`LiveStep`, which does all the work; the classes only call it.
+itself would have chosen. The path of the shared mapping and the replica's process id come in
+``additional_config["tidegate"]``. Each live scheduler holds one :class:`LiveStep`, which does all the work; the classes
+only call it.
 
 Knobs, applied before each ``schedule()``::
 
@@ -41,9 +42,11 @@ from vllm.v1.request import RequestStatus
 
 from deployments.clock import now_ns
 from deployments.knobs import EngineGauges, EngineShared, StepRecord
+from deployments.orphan import end_with
 
 CONFIG_KEY = "tidegate"
 PATH_KEY = "shared"
+PARENT_KEY = "replica_pid"
 STEP_TOKENS_MIN = 16
 STEPS_UNDER_WAY_MAX = 64
 
@@ -353,8 +356,9 @@ def _live(base: Any) -> Any:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            path = self.vllm_config.additional_config[CONFIG_KEY][PATH_KEY]
-            self.live = LiveStep(self, EngineShared.open(path))
+            config = self.vllm_config.additional_config[CONFIG_KEY]
+            self.live = LiveStep(self, EngineShared.open(config[PATH_KEY]))
+            end_with(config[PARENT_KEY])
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             self.live.before_schedule()

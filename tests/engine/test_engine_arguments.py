@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def test_the_mapping_and_the_users_additional_config_travel_together(tmp_path: P
     extra = {"additional_config": {"mine": 1}}
     settings = Settings.load({"model": {"source": str(tmp_path), "engine_args": extra}})
     built = llm_config(settings, tmp_path / "shared").engine_kwargs
-    assert built["additional_config"] == {"mine": 1, "tidegate": {"shared": str(tmp_path / "shared")}}
+    own = {"shared": str(tmp_path / "shared"), "replica_pid": os.getpid()}
+    assert built["additional_config"] == {"mine": 1, "tidegate": own}
     assert built["scheduler_cls"] == SCHEDULER
 
 

@@ -124,7 +124,7 @@ async def test_the_token_budget_bounds_a_step_while_streams_decode(engine: Engin
         stream = asyncio.create_task(complete(client, max_tokens=40))
         await engine.until(lambda g: g.running == 1, 30)
         seq = await engine.last_seq()
-        await complete(client, words=300, max_tokens=2)
+        await complete(client, words=200, max_tokens=2)
         await stream
         largest[budget] = max(s.prefill_tokens + s.decode_seqs for s in await engine.steps(seq))
     assert 64 < largest[128] <= 128
@@ -247,7 +247,7 @@ async def test_an_engine_that_has_work_and_makes_none_is_unhealthy(engine: Engin
 
 
 def test_the_mapping_has_no_name_any_more(running_engine: Engine) -> None:
-    assert list(Path("/dev/shm").glob("tidegate-*")) == []  # noqa: S108
+    assert list(Path("/dev/shm").glob("tidegate-*")) == []
 
 
 async def test_leaving_lets_an_open_stream_finish(engine: Engine, client: httpx.AsyncClient) -> None:
