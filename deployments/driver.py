@@ -21,7 +21,7 @@ from deployments.clock import now_ns
 from deployments.endpoints import Endpoint
 from deployments.errors import ERROR_BODY_BYTES_MAX, GatewayError, engine_error
 from deployments.gate import GATE_HEADER, REFUSED_HEADER
-from deployments.relay import ERROR_KEY, Exchange, Tail, has_stream_error, usage_of
+from deployments.relay import ERROR_KEY, Exchange, Tail, first_event_error, has_stream_error, usage_of
 from deployments.upstream import ReplicaUnreachableError, UpstreamBrokenError
 from policies.events import (
     AbortUpstream,
@@ -258,10 +258,15 @@ class RequestDriver:
             await self._sink.start(exchange.status, exchange_headers)
             await self._sink.end()
             return ResponseEnded()
+        self._is_stream = exchange.content_type == "text/event-stream"
+        failed = first_event_error(chunk) if self._is_stream else None
+        if failed is not None:
+            exchange.close()
+            await self._sink.error(engine_error(failed[0], "application/json", failed[1]), self._own_headers())
+            return ResponseEnded(stream_error=True)
         self.first_byte_seen = True
         self._first_chunk = chunk
         self._first_byte_ns = now_ns()
-        self._is_stream = exchange.content_type == "text/event-stream"
         if self._is_stream:
             request, choice = self.request, self.flow.choice
             predicted = choice.predicted_ttft_ms.get(self.flow.replica_id or "") if choice is not None else None

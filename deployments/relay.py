@@ -106,6 +106,26 @@ def has_stream_error(data: bytes) -> bool:
     return _STREAM_ERROR.search(data) is not None
 
 
+def first_event_error(chunk: bytes) -> tuple[int, bytes] | None:
+    """Status and JSON of the engine's error when the first event of a stream is one; nothing was sent to the client yet.
+
+    The status is the one the error names, else 500.
+    """
+    if ERROR_KEY not in chunk:
+        return None
+    first = chunk.split(b"\n\n", 1)[0]
+    data = b"".join(line[5:].strip() for line in first.splitlines() if line.startswith(b"data:"))
+    try:
+        value = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return None
+    error = value.get("error") if isinstance(value, dict) else None
+    if not isinstance(error, dict) or "choices" in value or "response" in value:
+        return None
+    code = error.get("code")
+    return (code if isinstance(code, int) and 400 <= code <= 599 else 500), data
+
+
 def usage_of(data: bytes) -> Usage:
     """Token counts of the last usage object in ``data``, in OpenAI's or Anthropic's names."""
     for match in reversed(list(_USAGE.finditer(data))):

@@ -109,6 +109,8 @@ class EngineApp:
     def _parse(self, path: str, scope: Scope, raw: Any) -> View:
         given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), None)
         job_id = given or secrets.token_hex(8)
+        if given is not None and isinstance(raw, dict):
+            raw.pop("request_id", None)  # the header wins, as with vLLM
         return self._generate[path](raw, self._model, self._core.settings, job_id, int(time.time()))
 
     async def _run(self, view: View, receive: Receive, send: Send) -> None:

@@ -9,7 +9,15 @@ from contextlib import asynccontextmanager
 import pytest
 
 from deployments.clock import now_ns
-from deployments.relay import TAIL_BYTES_MAX, TAIL_CHUNKS_MAX, Exchange, Tail, has_stream_error, usage_of
+from deployments.relay import (
+    TAIL_BYTES_MAX,
+    TAIL_CHUNKS_MAX,
+    Exchange,
+    Tail,
+    first_event_error,
+    has_stream_error,
+    usage_of,
+)
 from deployments.upstream import (
     HEADERS_MAX,
     IDLE_CONNECTIONS_MAX,
@@ -372,3 +380,23 @@ def test_the_tail_is_bounded() -> None:
         tail.chunks.append(bytes([i % 256]) * (TAIL_BYTES_MAX * 2))
     assert len(tail.bytes()) == TAIL_CHUNKS_MAX * TAIL_BYTES_MAX
     assert tail.bytes()[-1] == 999 % 256
+
+
+@pytest.mark.parametrize(
+    ("chunk", "status"),
+    [
+        (b'data: {"error": {"message": "x", "code": 400}}\n\ndata: [DONE]\n\n', 400),
+        (b'data: {"error": {"message": "x", "code": "odd"}}\n\n', 500),
+        (b'data: {"error": {"message": "x", "code": 200}}\n\n', 500),
+        (b'event: error\r\ndata: {"type":"error","error":{"type":"a","message":"x"}}\r\n\r\n', 500),
+        (b'data: {"choices": []}\n\ndata: {"error": {"message": "x"}}\n\n', None),
+        (b'data: {"choices": [{"delta": {"content": "\\"error\\""}}]}\n\n', None),
+        (b'data: {"response": {"error": null}, "type": "response.created"}\n\n', None),
+        (b'data: {"error": nul', None),
+        (b'data: ["error"]\n\n', None),
+        (b"", None),
+    ],
+)
+def test_a_stream_that_begins_with_an_error_is_told(chunk: bytes, status: int | None) -> None:
+    found = first_event_error(chunk)
+    assert (found[0] if found else None) == status

@@ -1,0 +1,154 @@
+"""One cluster for all tests of the gateway: HAProxy, one gateway, two emulated engines."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments.app import build
+from deployments.gate import GATE_HEADER
+
+ROOT = Path(__file__).resolve().parents[3]
+APP = "gateway-test"
+MODEL = "emulated-model"
+ARGS: dict[str, Any] = {
+    "model": {
+        "name": MODEL,
+        "engine": "emulated",
+        "emulated": {
+            "step": {"a_ms": 5, "b_ms": 0, "c_ms": 0, "d_ms": 0.02},
+            "kv_blocks": 2_048,
+            "context_tokens_max": 4_096,
+        },
+        "drain_s_max": 30,
+        "report_interval_ms": 200,
+    },
+    "gateway": {"body_bytes_max": 100_000, "report_interval_ms": 200, "idle_timeout_ms": 3_000},
+    "admission": {"no_replica_wait_ms": 20_000},
+    "control": {"tick_ms": 200, "mode": "shadow"},
+    "scaling": {"replicas_min": 2, "replicas_max": 2},
+}
+ENV = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+}
+
+
+@dataclass
+class System:
+    """What tests talk to."""
+
+    url: str
+    handle: DeploymentHandle[Any]
+    """The gateway's."""
+    engine: DeploymentHandle[Any]
+
+    def counters(self) -> list[dict[str, Any]]:
+        """Counters of each engine."""
+        found: list[dict[str, Any]] = self.engine.broadcast("counters").results(timeout_s=20)
+        return found
+
+    def faults(self, **changes: Any) -> None:
+        """Change the faults of all engines."""
+        self.engine.broadcast("set_faults", changes).results(timeout_s=20)
+
+    def total(self, name: str) -> int:
+        """Sum of a counter over the engines."""
+        return sum(int(c[name]) for c in self.counters())
+
+    def idle(self) -> bool:
+        """Nothing is open anywhere."""
+        page = httpx.get(f"{self.url}/metrics", timeout=20).text
+        return "tidegate_inflight_requests 0.0" in page and self.total("running") + self.total("waiting") == 0
+
+    def doors(self) -> list[tuple[str, dict[str, str]]]:
+        """URL and headers of each engine's own port."""
+        found = self.engine.broadcast("record_replica_metadata").results(timeout_s=20)
+        return [(f"http://{m['endpoint']}", {GATE_HEADER: m["gate"]}) for m in found]
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
+    """Ask until the answer is true; a bound for tests that fail, not a claim about speed."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if answer := condition():
+            return answer
+        time.sleep(0.05)
+    raise AssertionError(f"not within {seconds} s: {what}")
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def start_cluster(port: int, env: dict[str, str]) -> None:
+    """Ray and Serve in this process's name, with ``env`` in all of its processes."""
+    os.environ.update(env)
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), **env}},
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+
+
+def stop_cluster(env: dict[str, str]) -> None:
+    """End all of it."""
+    serve.shutdown()
+    ray.shutdown()
+    for name in env:
+        os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="package")
+def system() -> Iterator[System]:
+    port = free_port()
+    try:
+        start_cluster(port, ENV)
+        handle = serve.run(build(ARGS), name=APP, route_prefix="/")
+        running = System(f"http://127.0.0.1:{port}", handle, serve.get_deployment_handle("Engine", APP))
+        until(lambda: len(running.counters()) == 2 and direct(running.url), "two engines behind the gateway")
+        yield running
+    finally:
+        stop_cluster(ENV)
+
+
+def direct(url: str) -> bool:
+    """Healthy, and reached through HAProxy: at first its fallback, Serve's Python proxy, may answer."""
+    try:
+        answer = httpx.get(f"{url}/health", timeout=5)
+    except httpx.HTTPError:
+        return False
+    return answer.status_code == 200 and len(answer.headers.get_list("x-request-id")) == 1
+
+
+@pytest.fixture
+def client(system: System) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=system.url, timeout=60) as http:
+        yield http
+
+
+@pytest.fixture(autouse=True)
+def calm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test nothing is open anywhere, and no fault stays on."""
+    yield
+    if "system" in request.fixturenames:
+        running: System = request.getfixturevalue("system")
+        running.faults(kind="none", after_tokens=0, share=1.0, marker=None, die_marker=None, slow_factor=1.0)
+        until(running.idle, "everything given back", 15)
