@@ -101,10 +101,10 @@ def tidegate_phase() -> dict[str, float]:
 def ray_serve_llm_phase() -> dict[str, float]:
     """Measure Ray Serve LLM with its default ingress and proxy."""
     with h.ray_serve(haproxy=False):
-        from deployments.model import engine_environment, resolve
         from ray import serve
         from ray.serve.llm import LLMConfig, build_openai_app
 
+        from deployments.model import engine_environment, resolve
         from deployments.settings import Settings
 
         settings = Settings.load(h.default_args())

@@ -89,9 +89,9 @@ async def main() -> int:
 
 def deploy_random_gateway(args: dict[str, object]) -> None:
     """Put a second gateway, which routes at random, in front of the first application's engines."""
-    from deployments.gateway import build_gateway_deployment
     from ray import serve
 
+    from deployments.gateway import build_gateway_deployment
     from deployments.settings import Settings
 
     engines = serve.get_deployment_handle("Engine", app_name="tidegate")
