@@ -126,7 +126,7 @@ _GATEWAY_METRICS: tuple[Metric, ...] = (
     _gateway(
         "ttft_seconds",
         _HISTOGRAM,
-        "Arrival to the first body byte of a successful response.",
+        "Arrival to the first body byte of a stream.",
         "endpoint",
         unit="seconds",
     ),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -39,11 +38,6 @@ SWEEP_S = 0.25
 """Period of the watch over open requests and of the look for Serve's router."""
 DEFAULT_TENANT = ""
 """There are no API keys yet: all clients are one tenant."""
-
-
-def new_request_id() -> str:
-    """The server's own id of a request."""
-    return "tg-" + secrets.token_hex(16)
 
 
 class GatewayCore:
@@ -78,13 +72,13 @@ class GatewayCore:
 
     # --- one request --------------------------------------------------------------------------------------------------
 
-    def parse(self, body: bytes, endpoint: Endpoint, arrival_ns: int) -> tuple[Request, ParsedBody]:
-        """The request value of ``body`` with an id of our own. Raises ``GatewayError``."""
+    def parse(self, body: bytes, endpoint: Endpoint, arrival_ns: int, request_id: str) -> tuple[Request, ParsedBody]:
+        """The request value of ``body`` under the server's own ``request_id``. Raises ``GatewayError``."""
         routing = self.settings.routing
         sizes = BlockSizes(routing.block_bytes, routing.request_blocks_max, self.ratio.bytes_per_token)
         parsed = parse_body(body, endpoint, self.settings.model.name, DEFAULT_TENANT, sizes)
         request = Request(
-            request_id=new_request_id(),
+            request_id=request_id,
             model=parsed.model,
             endpoint=endpoint.path,
             tenant=DEFAULT_TENANT,

@@ -21,6 +21,7 @@ from ray.serve import Application
 from ray.serve.config import DeploymentActorConfig
 from ray.serve.handle import DeploymentHandle
 
+from deployments import shield
 from deployments.clients import ClientRule
 from deployments.controller_link import ControllerLink
 from deployments.core import GatewayCore
@@ -36,6 +37,7 @@ NAME = "Gateway"
 ENV = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": shield.IMPORT_PATH,
 }
 """Set for gateway replicas only."""
 ONGOING_REQUESTS_MAX = 100_000

@@ -6,8 +6,8 @@
         ...
 
 Each method takes the body its HTTP endpoint takes. With ``"stream": true`` in it the handle needs ``stream=True`` too:
-Serve hands over a generator only then. Errors are :class:`GatewayError` with status, type, code and message. A cancelled
-call, or a generator that is closed early, aborts the engine's work.
+Serve hands over a generator only then. Errors are :class:`GatewayError` with status, type, code and message (Ray wraps
+them: ``error.cause`` is the original). A cancelled call, or a generator closed early, aborts the engine's work.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from deployments.core import GatewayCore
 from deployments.driver import Interrupt, RequestDriver
 from deployments.endpoints import RELAYED, Endpoint
 from deployments.errors import GatewayError, bad_request, engine_error
+from deployments.ids import new_request_id
 
 CHUNKS_MAX = 64
 """Chunks of a stream that wait for their reader; the replica is not read from while there are more."""
@@ -114,7 +115,7 @@ class HandleApi:
         return sink.value()
 
     def _driver(self, endpoint: Endpoint, raw: bytes, sink: CollectSink | QueueSink) -> RequestDriver:
-        request, parsed = self._core.parse(raw, endpoint, now_ns())
+        request, parsed = self._core.parse(raw, endpoint, now_ns(), new_request_id())
         return RequestDriver(self._core, endpoint, request, raw, sink, parsed.prompt_bytes)
 
     async def _stream(self, endpoint: Endpoint, raw: bytes) -> AsyncGenerator[dict[str, Any], None]:

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
-import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
 from deployments.clients import ClientRule
 from deployments.clock import now_ns
-from deployments.core import GatewayCore, new_request_id
+from deployments.core import GatewayCore
 from deployments.driver import Interrupt, RequestDriver
-from deployments.endpoints import RELAYED, Dialect, Endpoint, allowed_methods
+from deployments.endpoints import OWN, RELAYED, Dialect, allowed_methods
 from deployments.errors import GatewayError, error_answer, error_event
+from deployments.ids import clean_client_id, new_request_id
 from deployments.own_answers import Answer, OwnAnswers
 from deployments.serve_internals import FixedHeadersMessage
+from deployments.shield import CLIENT_ID_KEY, REQUEST_ID_KEY
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -31,7 +33,6 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 logger = logging.getLogger("ray.serve")
 
-CLIENT_ID_CHARS_MAX = 128
 JSON = (b"content-type", b"application/json")
 CLOSE = (b"connection", b"close")
 
@@ -104,6 +105,7 @@ class HttpFront:
         arrival_ns = now_ns()
         path = _path(scope)
         endpoint = RELAYED.get(path)
+        request_id = scope.get(REQUEST_ID_KEY) or new_request_id()
         sink = HttpSink(send, endpoint.dialect if endpoint is not None else Dialect.OPENAI)
         try:
             headers = dict(scope["headers"])
@@ -112,36 +114,26 @@ class HttpFront:
                 raise refusal
             method = _check_method(path, scope["method"])
             if method == "OPTIONS":
-                await _options(send, path)
+                await _send_answer(send, Answer(b"", 204), request_id, allow=", ".join(allowed_methods(path)))
             elif endpoint is not None:
-                await self._relay(endpoint, headers, receive, sink, arrival_ns)
+                body = await self._read_body(headers, receive)
+                request, parsed = self._core.parse(body, endpoint, arrival_ns, request_id)
+                client_id = clean_client_id(_client_id(scope, headers))
+                driver = RequestDriver(self._core, endpoint, request, body, sink, parsed.prompt_bytes, client_id)
+                await _run(driver, receive, sink)
             else:
                 answer = await self._own.answer(path, scope.get("query_string", b""))
-                await _send_answer(send, answer, method)
+                await _send_answer(send, answer, request_id, head=method == "HEAD")
         except GatewayError as error:
-            await self._refuse(sink, error)
+            await self._refuse(sink, error, request_id, path)
         except ClientLeftError:
             return
         except Exception:
-            request_id = new_request_id()
             logger.exception("Request %s failed in the gateway.", request_id)
             if not sink.started:
                 why = f"The gateway failed while it handled the request; its log has the reason under {request_id}."
                 unexpected = GatewayError(502, "server_error", "gateway_error", why)
                 await sink.error(unexpected, [_id_header(request_id), CLOSE])
-
-    async def _relay(
-        self, endpoint: Endpoint, headers: dict[bytes, bytes], receive: Receive, sink: HttpSink, arrival_ns: int
-    ) -> None:
-        body = await self._read_body(headers, receive)
-        request, parsed = self._core.parse(body, endpoint, arrival_ns)
-        client_id = clean_client_id(headers.get(b"x-request-id", b""))
-        driver = RequestDriver(self._core, endpoint, request, body, sink, parsed.prompt_bytes, client_id)
-        watch = asyncio.get_running_loop().create_task(_watch(receive, driver, sink))
-        try:
-            await driver.run()
-        finally:
-            watch.cancel()
 
     async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         limit = self._body_bytes_max
@@ -164,15 +156,33 @@ class HttpFront:
             if not message.get("more_body", False):
                 return b"".join(parts) if len(parts) > 1 else parts[0]
 
-    async def _refuse(self, sink: HttpSink, error: GatewayError) -> None:
-        headers = [_id_header(new_request_id())]
-        if error.status == 405 and error.param is not None:
-            headers.append((b"allow", error.param.encode()))
-            error = GatewayError(error.status, error.type, error.code, error.message)
+    async def _refuse(self, sink: HttpSink, error: GatewayError, request_id: str, path: str) -> None:
+        headers = [_id_header(request_id)]
+        if error.status == 405:
+            headers.append((b"allow", ", ".join(allowed_methods(path)).encode()))
         if error.status == 413:
             headers.append(CLOSE)
+        known = path if path in RELAYED or path in OWN else "unknown"
+        reason = error.code or "bad_request"
+        self._core.meter.refused(known, reason)
+        line = {
+            "event": "request_refused",
+            "id": request_id,
+            "endpoint": known,
+            "status": error.status,
+            "reason": reason,
+        }
+        logger.info(json.dumps(line), extra={"log_to_stderr": False})
         with contextlib.suppress(ConnectionError):
             await sink.error(error, headers)
+
+
+async def _run(driver: RequestDriver, receive: Receive, sink: HttpSink) -> None:
+    watch = asyncio.get_running_loop().create_task(_watch(receive, driver, sink))
+    try:
+        await driver.run()
+    finally:
+        watch.cancel()
 
 
 async def _watch(receive: Receive, driver: RequestDriver, sink: HttpSink) -> None:
@@ -200,7 +210,7 @@ def _check_method(path: str, method: str) -> str:
         raise GatewayError(404, "invalid_request_error", "unknown_url", f"Unknown request URL: {method} {shown}.")
     if method not in allowed:
         message = f"{path} does not answer {method}; it answers {', '.join(allowed)}."
-        raise GatewayError(405, "invalid_request_error", "method_not_allowed", message, ", ".join(allowed))
+        raise GatewayError(405, "invalid_request_error", "method_not_allowed", message)
     return method
 
 
@@ -209,32 +219,26 @@ def _too_large(limit: int) -> GatewayError:
     return GatewayError(413, "invalid_request_error", "request_too_large", message)
 
 
-_UNPRINTABLE = re.compile(r"[^\x21-\x7e]+")
-
-
-def clean_client_id(value: bytes) -> str:
-    """A client's own request id for the log: printable ASCII without spaces, capped."""
-    return _UNPRINTABLE.sub("_", value[: CLIENT_ID_CHARS_MAX * 4].decode("latin-1"))[:CLIENT_ID_CHARS_MAX]
-
-
 def _id_header(request_id: str) -> tuple[bytes, bytes]:
     return (b"x-request-id", request_id.encode())
 
 
-async def _options(send: Send, path: str) -> None:
-    headers = [(b"allow", ", ".join(allowed_methods(path)).encode()), _id_header(new_request_id())]
-    await send(FixedHeadersMessage(type="http.response.start", status=204, headers=headers))
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+def _client_id(scope: Scope, headers: dict[bytes, bytes]) -> bytes:
+    if REQUEST_ID_KEY in scope:
+        value: bytes = scope.get(CLIENT_ID_KEY, b"")
+        return value
+    return headers.get(b"x-request-id", b"")
 
 
-async def _send_answer(send: Send, answer: Answer, method: str) -> None:
-    headers = [
-        (b"content-type", answer.content_type.encode()),
-        (b"content-length", str(len(answer.body)).encode()),
-        _id_header(new_request_id()),
-    ]
+async def _send_answer(send: Send, answer: Answer, request_id: str, head: bool = False, allow: str = "") -> None:
+    headers = [_id_header(request_id)]
+    if allow:
+        headers.append((b"allow", allow.encode()))
+    else:
+        headers.append((b"content-type", answer.content_type.encode()))
+        headers.append((b"content-length", str(len(answer.body)).encode()))
     await send(FixedHeadersMessage(type="http.response.start", status=answer.status, headers=headers))
-    await send({"type": "http.response.body", "body": b"" if method == "HEAD" else answer.body, "more_body": False})
+    await send({"type": "http.response.body", "body": b"" if head else answer.body, "more_body": False})
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -81,6 +81,10 @@ class Meter:
         """A valid request came in."""
         self._window.arrivals += 1
 
+    def refused(self, endpoint: str, reason: str) -> None:
+        """A request was refused before it reached the flow: not allowed, unknown, malformed."""
+        self.telemetry["tidegate_requests_total"].inc(endpoint=endpoint, outcome="refused", reason=reason)
+
     def dispatched(self, choice: RouteChoice, replica_id: ReplicaId, prompt_tokens: int) -> None:
         """A request was sent to ``replica_id`` for the reasons of ``choice``."""
         window, hit = self._window, choice.predicted_hit_tokens.get(replica_id, 0)

@@ -107,7 +107,7 @@ def has_stream_error(data: bytes) -> bool:
 
 
 def first_event_error(chunk: bytes) -> tuple[int, bytes] | None:
-    """Status and JSON of the engine's error when the first event of a stream is one; nothing was sent to the client yet.
+    """Status and JSON of the engine's error when the first event of a stream is one; the client has seen nothing yet.
 
     The status is the one the error names, else 500.
     """

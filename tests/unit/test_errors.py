@@ -80,10 +80,11 @@ def test_errors_pickle_whole() -> None:
 
 
 def test_an_engines_error_object_is_kept_and_its_names_become_openais() -> None:
-    error = from_engine(400, {"error": {"message": "temperature must be non-negative, got -1.0.", "type": "BadRequestError",
-                                        "param": "temperature", "code": 400}})  # fmt: skip
+    message = "temperature must be non-negative, got -1.0."
+    theirs = {"message": message, "type": "BadRequestError", "param": "temperature", "code": 400}
+    error = from_engine(400, {"error": theirs})
     assert (error.status, error.type, error.param, error.code) == (400, "invalid_request_error", "temperature", None)
-    assert error.message == "temperature must be non-negative, got -1.0."
+    assert error.message == message
 
 
 def test_unknown_model_has_its_code() -> None:

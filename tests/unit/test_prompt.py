@@ -104,8 +104,8 @@ def test_stream_means_nothing_where_there_is_none() -> None:
     [
         {"messages": []}, {"messages": None}, {"messages": "text"}, {"messages": [1, None, "x", []]}, {},
         {"messages": [{"role": 1, "content": 2}]}, {"messages": [{"content": [1, None, {"type": "image_url"}]}]},
-        {"messages": [], "max_tokens": "many"}, {"messages": [], "max_tokens": -5}, {"messages": [], "max_tokens": 10**30},
-        {"messages": [], "max_tokens": True}, {"messages": [], "max_tokens": 1.5}, {"messages": [], "n": "x"},
+        {"messages": [], "max_tokens": "many"}, {"messages": [], "max_tokens": -5}, {"messages": [], "n": -1},
+        {"messages": [], "max_tokens": 10**30}, {"messages": [], "max_tokens": True}, {"messages": [], "n": "x"},
         {"messages": [], "temperature": 1e300}, {"tools": "x", "messages": []}, {"cache_salt": 5, "messages": []},
     ],
 )  # fmt: skip

@@ -39,6 +39,7 @@ class Server:
         self.script = script
         self.connections = 0
         self.requests: list[bytes] = []
+        self.asked = asyncio.Event()
         self.lost = asyncio.Event()
         self.endpoint = ""
 
@@ -49,6 +50,7 @@ class Server:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
                 self.requests.append(head + await reader.readexactly(length))
+                self.asked.set()
                 await self.script(reader, writer)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -61,7 +63,7 @@ class Server:
 async def server(script: Script) -> AsyncIterator[Server]:
     mine = Server(script)
     listener = await asyncio.start_server(mine.handle, "127.0.0.1", 0)
-    mine.endpoint = "127.0.0.1:%d" % listener.sockets[0].getsockname()[1]
+    mine.endpoint = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     try:
         yield mine
     finally:
@@ -228,8 +230,7 @@ async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
     async with server(never_ends) as s:
         connections = pool()
         task = asyncio.create_task(fetch(connections, s.endpoint))
-        while not s.requests:
-            await asyncio.sleep(0.01)
+        await s.asked.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -356,8 +357,8 @@ def test_an_engines_error_in_a_stream_is_told_from_text(data: bytes, error: bool
     [
         (b'{"choices":[],"usage":{"prompt_tokens":7,"total_tokens":9,"completion_tokens":2,"prompt_tokens_details":null}}',
          Usage(7, 2, None)),
-        (b'data: {"usage":null}\n\ndata: {"usage": {"prompt_tokens":7,"completion_tokens":2,'
-         b'"prompt_tokens_details":{"cached_tokens":4}}}\n\ndata: [DONE]\n\n', Usage(7, 2, 4)),
+        (b'data: {"usage":null}\n\ndata: {"usage": {"completion_tokens":2}}\n\ndata: [DONE]\n\n', Usage(None, 2, None)),
+        (b'{"usage": {"prompt_tokens":7,"prompt_tokens_details":{"cached_tokens":4}}}', Usage(7, None, 4)),
         (b'{"usage":{"input_tokens":3,"output_tokens":4,"input_tokens_details":{"cached_tokens":0}}}', Usage(3, 4, 0)),
         (b'{"usage":{"input_tokens":3,"output_tokens":4,"cache_read_input_tokens":1}}', Usage(3, 4, 1)),
         (b'{"usage":{"prompt_tokens":1,"completion_tokens":1}} {"usage":{"prompt_tokens":2,"completion_tokens":2}}',

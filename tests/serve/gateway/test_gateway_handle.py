@@ -76,6 +76,11 @@ def test_an_error_of_a_stream_is_raised_from_its_generator(system: System) -> No
         list(chunks)
 
 
+def test_a_foreign_handle_reaches_the_engines_through_the_same_router(system: System) -> None:
+    calls = [system.engine.counters.remote() for _ in range(20)]
+    assert all(call.result(timeout_s=30)["kv_tokens_max"] for call in calls)
+
+
 def test_a_cancelled_call_stops_the_engine(system: System) -> None:
     long = CHAT | {"max_tokens": 3_000, "ignore_eos": True}
     response = system.handle.chat.remote(long)

@@ -207,9 +207,11 @@ def test_head_and_options(client: httpx.Client) -> None:
 
 def test_health_metrics_and_control(client: httpx.Client) -> None:
     assert client.get("/health").status_code == 200
+    client.post("/v1/chat/completions", content=b"{")
     client.post("/v1/chat/completions", json=CHAT)
     page = client.get("/metrics").text
     assert 'tidegate_requests_total{endpoint="/v1/chat/completions",outcome="succeeded",reason="ok"}' in page
+    assert 'tidegate_requests_total{endpoint="/v1/chat/completions",outcome="refused",reason="invalid_json"}' in page
     assert MODEL not in page
     state = client.get("/control/state").json()
     assert state["mode"] == "shadow"
@@ -264,6 +266,12 @@ def test_odd_ids_of_clients_are_not_echoed(client: httpx.Client, value: str) -> 
     assert answer.status_code == 200
     assert value not in str(answer.headers)
     assert value not in answer.text
+
+
+def test_headers_that_serve_acts_on_change_nothing(client: httpx.Client) -> None:
+    headers = {"x-request-timeout-seconds": "0.001", "x-request-disconnect-disabled": "?1"}
+    answer = client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 40}, headers=headers)
+    assert answer.status_code == 200
 
 
 def test_the_application_has_its_name(system: System) -> None:

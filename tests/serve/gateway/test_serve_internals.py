@@ -49,7 +49,7 @@ async def test_a_handle_on_this_loop_knows_replicas_and_picks_one(system: System
     handle: DeploymentHandle[Any] = _get_global_client().get_handle("Engine", APP, check_exists=False)
     init_handle_same_loop(handle)
     async with asyncio.timeout(20):
-        while len(current_replicas(handle)) < 2:
+        while len(current_replicas(handle)) < 2:  # noqa: ASYNC110 - Serve tells nobody
             await asyncio.sleep(0.05)
     assert hasattr(request_router(handle), "on_change")
     known = {replica_id.unique_id for replica_id in current_replicas(handle)}
