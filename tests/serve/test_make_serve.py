@@ -49,7 +49,7 @@ def nothing_is_left() -> Iterator[None]:
     """Before and after each test: no run, no port held, no folder; whatever a failing test left is ended."""
     if busy():
         pytest.skip(f"ports are busy: {busy()}")
-    folders = set(Path(run_state.TEMP_ROOT).glob("tidegate-*"))
+    before = folders()
     yield
     state = run_state.load(RUN_FOLDER)
     if state is not None:
@@ -57,8 +57,13 @@ def nothing_is_left() -> Iterator[None]:
         run_state.forget(RUN_FOLDER, state)
         pytest.fail(f"a run was left behind, {left}")
     assert busy() == {}
-    assert set(Path(run_state.TEMP_ROOT).glob("tidegate-*")) <= folders
+    assert folders() <= before
     assert preflight.ray_heads() == ()
+
+
+def folders() -> set[Path]:
+    """Temporary folders of runs."""
+    return {path for path in Path(run_state.TEMP_ROOT).glob("tidegate-????????") if path.is_dir()}
 
 
 def busy() -> dict[int, preflight.Holder | None]:
