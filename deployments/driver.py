@@ -365,7 +365,7 @@ class RequestDriver:
         request, usage, core = self.request, self._usage, self._core
         e2e_ns = now_ns() - request.arrival_ns
         output_tokens = usage.output_tokens if usage.output_tokens is not None else self._events
-        core.meter.ended(request.endpoint, finish, e2e_ns, usage, output_tokens)
+        core.meter.ended(request.endpoint, finish, e2e_ns, usage, output_tokens, request.prompt_tokens)
         if usage.prompt_tokens and self._endpoint.prompt_weight == 1:
             core.ratio.observe(self._prompt_bytes, usage.prompt_tokens)
         if not logger.isEnabledFor(logging.INFO):

@@ -77,6 +77,7 @@ class QueueSink:
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Any] = asyncio.Queue(CHUNKS_MAX)
+        self._ended = False
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """A stream's head says nothing its reader needs."""
@@ -87,15 +88,28 @@ class QueueSink:
 
     async def end(self) -> None:
         """Nothing more comes."""
-        await self.queue.put(_END)
+        await self._last(_END)
 
     async def error(self, error: GatewayError, headers: list[tuple[bytes, bytes]]) -> None:  # noqa: ARG002
         """The reader raises it."""
-        await self.queue.put(error)
+        await self._last(error)
 
     async def stream_error(self, error: GatewayError, is_stream: bool) -> None:  # noqa: ARG002
         """The reader raises it."""
-        await self.queue.put(error)
+        await self._last(error)
+
+    async def _last(self, item: object) -> None:
+        await self.queue.put(item)
+        self._ended = True
+
+    def close(self) -> None:
+        """No more comes, whatever the reason: a reader that was given up finds an error, not silence."""
+        if self._ended:
+            return
+        if self.queue.full():
+            self.queue.get_nowait()
+        why = "The stream was given up: its reader took nothing for too long."
+        self.queue.put_nowait(GatewayError(502, "server_error", "stream_broken", why))
 
 
 class HandleApi:
@@ -122,6 +136,7 @@ class HandleApi:
         sink = QueueSink()
         driver = self._driver(endpoint, raw, sink)
         task = asyncio.get_running_loop().create_task(driver.run())
+        task.add_done_callback(lambda _: sink.close())
         try:
             async for value in parse_events(_chunks(sink.queue)):
                 yield value

@@ -107,8 +107,14 @@ class Meter:
             self._ttft_error.add(error_ns)
             self.telemetry["tidegate_ttft_error_seconds"].observe(error_ns / 1e9)
 
-    def ended(self, endpoint: str, finish: Finish, e2e_ns: int, usage: Usage, output_tokens: int) -> None:
-        """A request is over. ``output_tokens``: the engine's count, else one per event of its stream."""
+    def ended(
+        self, endpoint: str, finish: Finish, e2e_ns: int, usage: Usage, output_tokens: int, prompt_tokens: int
+    ) -> None:
+        """A request is over.
+
+        ``output_tokens``: the engine's count, else one per event of its stream. ``prompt_tokens``: the estimate, used in
+        the report where the engine did not say (streams carry usage only when asked).
+        """
         window = self._window
         self.telemetry["tidegate_requests_total"].inc(
             endpoint=endpoint, outcome=finish.outcome.value, reason=finish.reason.code
@@ -117,9 +123,10 @@ class Meter:
             window.succeeded += 1
             self._e2e.add(e2e_ns)
             self.telemetry["tidegate_e2e_seconds"].observe(e2e_ns / 1e9, endpoint=endpoint)
+            window.prompt_tokens += prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
         else:
             window.failed[finish.reason.code] += 1
-        window.prompt_tokens += usage.prompt_tokens or 0
+            window.prompt_tokens += usage.prompt_tokens or 0
         window.output_tokens += output_tokens
         self.telemetry["tidegate_prompt_tokens_total"].inc(usage.prompt_tokens or 0)
         self.telemetry["tidegate_output_tokens_total"].inc(output_tokens)

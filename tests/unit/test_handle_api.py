@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from deployments.errors import GatewayError
-from deployments.handle_api import CollectSink, encode_body, parse_events
+from deployments.handle_api import CHUNKS_MAX, CollectSink, QueueSink, encode_body, parse_events
 
 STREAM = (
     b'data: {"id":"1","choices":[{"delta":{"content":"a"}}]}\n\n'
@@ -89,3 +90,32 @@ async def test_collected_answer_is_a_dict_or_its_error() -> None:
     await sink.error(GatewayError(429, "rate_limit_error", "overloaded", "busy"), [])
     with pytest.raises(GatewayError):
         sink.value()
+
+
+async def test_a_reader_that_was_given_up_finds_an_error_after_what_is_left() -> None:
+    sink = QueueSink()
+    for n in range(CHUNKS_MAX):
+        await sink.body(b"%d" % n)
+    sink.close()
+    items = [sink.queue.get_nowait() for _ in range(CHUNKS_MAX)]
+    assert isinstance(items[-1], GatewayError)
+    assert items[:-1] == [b"%d" % n for n in range(1, CHUNKS_MAX)]
+
+
+async def test_a_complete_stream_is_not_given_up() -> None:
+    sink = QueueSink()
+    await sink.body(b"x")
+    await sink.end()
+    sink.close()
+    assert sink.queue.qsize() == 2
+
+
+async def test_the_replica_is_held_back_while_the_reader_is_behind() -> None:
+    sink = QueueSink()
+    for _ in range(CHUNKS_MAX):
+        await sink.body(b"x")
+    writer = asyncio.create_task(sink.body(b"one more"))
+    await asyncio.sleep(0)
+    assert not writer.done()
+    sink.queue.get_nowait()
+    await writer

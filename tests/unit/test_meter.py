@@ -36,9 +36,9 @@ def test_report_closes_the_window() -> None:
     meter.dispatched(choice, "r", 100)
     meter.first_byte(CHAT, 30 * MS, 25 * MS, 10.0)
     meter.itl.add(5 * MS)
-    meter.ended(CHAT, OK, 50 * MS, Usage(100, 7, 64), 7)
+    meter.ended(CHAT, OK, 50 * MS, Usage(100, 7, 64), 7, 90)
     meter.arrived()
-    meter.ended(CHAT, Finish(Outcome.REFUSED, Reason("inflight_requests", "")), MS, Usage(), 0)
+    meter.ended(CHAT, Finish(Outcome.REFUSED, Reason("inflight_requests", "")), MS, Usage(), 0, 50)
     first = meter.report(inflight=1, queued=0, plan_seq=4)
     assert (first.arrivals, first.succeeded, first.failed) == (2, 1, {"inflight_requests": 1})
     assert (first.ttft.count, first.itl.count, first.e2e.count, first.ttft_error_ms.count) == (1, 1, 1, 1)
@@ -67,3 +67,20 @@ def test_totals_keep_what_reports_have_taken() -> None:
     assert "tidegate_itl_seconds_count 4.0" in text
     meter.retried("draining")
     assert 'tidegate_retries_total{reason="draining"} 1.0' in meter.telemetry.render().decode()
+
+
+def test_prompt_tokens_of_a_stream_without_usage_are_the_estimate() -> None:
+    meter = Meter("g", "m")
+    meter.ended(CHAT, OK, MS, Usage(), 9, 80)
+    meter.ended(CHAT, OK, MS, Usage(0, 0), 0, 80)
+    report = meter.report(0, 0, None)
+    assert (report.prompt_tokens, report.output_tokens) == (80, 9)
+    assert "tidegate_prompt_tokens_total 0.0" in meter.telemetry.render().decode()
+
+
+def test_refusals_before_the_flow_are_counted_but_do_not_arrive() -> None:
+    meter = Meter("g", "m")
+    meter.refused("unknown", "unknown_url")
+    text = meter.telemetry.render().decode()
+    assert 'tidegate_requests_total{endpoint="unknown",outcome="refused",reason="unknown_url"} 1.0' in text
+    assert meter.report(0, 0, None).arrivals == 0
