@@ -315,9 +315,9 @@ class RequestDriver:
                 at_ns = now
                 self.upstream_since_ns = 0
         except UpstreamBrokenError as error:
-            self._events = events
             return self._broken(error)
-        self._events = events
+        finally:
+            self._events = events
         exchange.close()
         end = tail.bytes()
         if is_stream and not stream_error and self._endpoint.end_mark not in end:

@@ -112,8 +112,8 @@ class Meter:
     ) -> None:
         """A request is over.
 
-        ``output_tokens``: the engine's count, else one per event of its stream. ``prompt_tokens``: the estimate, used in
-        the report where the engine did not say (streams carry usage only when asked).
+        ``output_tokens``: the engine's count, else one per event of its stream. ``prompt_tokens``: the estimate, used
+        in the report where the engine did not say (streams carry usage only when asked).
         """
         window = self._window
         self.telemetry["tidegate_requests_total"].inc(
