@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from deployments.engine import SCHEDULER, engine_arguments, llm_config, speak_openai
+from deployments.engine import SCHEDULER, cpu_dtype, engine_arguments, llm_config, speak_openai
 from deployments.settings import ModelSettings, Settings, SettingsError
 from deployments.worker_extension import DeviceName
 
@@ -24,11 +24,28 @@ def arguments(**model: Any) -> dict[str, Any]:
 
 def test_cpu_defaults_can_be_overridden_but_not_the_scheduler() -> None:
     built = arguments()
-    assert built["dtype"] == "bfloat16"
+    assert built["dtype"] in {"bfloat16", "float32"}
     assert built["enforce_eager"] is True
     assert built["enable_prompt_tokens_details"] is True
     assert built["scheduler_cls"] == SCHEDULER
-    assert arguments(engine_args={"dtype": "float32"})["dtype"] == "float32"
+    assert arguments(engine_args={"dtype": "float16"})["dtype"] == "float16"
+
+
+@pytest.mark.parametrize(
+    ("cpu_info", "dtype"),
+    [
+        ("flags\t\t: fpu avx2 fma f16c", "float32"),
+        ("flags\t\t: fpu avx2 avx512f", "float32"),
+        ("flags\t\t: fpu avx512f avx512_bf16", "bfloat16"),
+        ("flags\t\t: fpu avx512f amx_tile amx_bf16", "bfloat16"),
+        ("Features\t: fp asimd bf16", "bfloat16"),
+        ("Features\t: fp asimd", "float32"),
+        ("model name: bf16 in a name", "float32"),
+        ("", "float32"),
+    ],
+)
+def test_bfloat16_only_where_the_processor_has_it(cpu_info: str, dtype: str) -> None:
+    assert cpu_dtype(cpu_info) == dtype
 
 
 def test_speculation_runs_with_the_scheduler_that_can_cut_drafts() -> None:

@@ -33,7 +33,7 @@ def only(text: str) -> str:
 def test_the_shipped_file_is_valid_and_small() -> None:
     settings = check_serve_config(ROOT / "serve_config.yaml")["tidegate"]
     assert settings.model.engine == "vllm"
-    assert settings.model.engine_args == {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 2048}
+    assert settings.model.engine_args == {"enforce_eager": True, "max_model_len": 2048}
     assert settings.gateway.clients == "loopback"
     assert (settings.scaling.replicas_min, settings.scaling.replicas_max) == (1, 2)
 
