@@ -14,6 +14,7 @@ import httpx
 import pytest
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.app import build
@@ -63,6 +64,21 @@ class System:
     def faults(self, **changes: Any) -> None:
         """Change the faults of all engines."""
         self.engine.broadcast("set_faults", changes).results(timeout_s=20)
+
+    def try_faults(self, **changes: Any) -> bool:
+        """Like :meth:`faults`; false while Serve still names an engine that is dead."""
+        try:
+            self.faults(**changes)
+        except RayError:
+            return False
+        return True
+
+    def whole(self) -> bool:
+        """Both engines answer."""
+        try:
+            return len(self.counters()) == 2
+        except RayError:
+            return False
 
     def total(self, name: str) -> int:
         """Sum of a counter over the engines."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import ray
-from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import MutableHeaders
 
@@ -46,7 +45,7 @@ async def test_the_front_says_where_it_listens(system: System) -> None:
 
 
 async def test_a_handle_on_this_loop_knows_replicas_and_picks_one(system: System) -> None:
-    handle: DeploymentHandle[Any] = _get_global_client().get_handle("Engine", APP, check_exists=False)
+    handle: DeploymentHandle[Any] = DeploymentHandle("Engine", APP)  # not from Serve's cache: it ends with this loop
     init_handle_same_loop(handle)
     async with asyncio.timeout(20):
         while len(current_replicas(handle)) < 2:  # noqa: ASYNC110 - Serve tells nobody
