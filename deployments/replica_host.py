@@ -11,7 +11,8 @@ reports to whom is passed in as ``report``.
   values. That is the local safe rule: what the operator configured.
 * **Health by progress.** With work and no step finished for ``stuck_after_s`` the replica is unhealthy, and so it is
   when requests came in that long ago, had no byte of answer and the engine knows of no work. Idle is healthy; so is a
-  step in progress that is shorter than that.
+  step in progress that is shorter than that. On a slow device one large step may take longer: the limit is then
+  :data:`STEP_PATIENCE` times what the step model predicts for a full token budget, at most :data:`STUCK_AFTER_S_MAX`.
 * **Leaving.** :meth:`ReplicaHost.drain` serves on for :data:`DRAIN_GRACE_S` while gateways learn of it, then refuses
   new requests and waits for those inside, at most ``drain_s_max``.
 
@@ -38,6 +39,7 @@ from deployments.reporting import ReportBuilder
 from deployments.settings import ModelSettings
 from policies.config import PolicyConfig
 from policies.plan_follower import PlanFollower
+from policies.step_model import predict_step_ms
 from policies.types import Knobs, Mode, Plan, ReplicaId, ReplicaReport, ReplicaState
 
 Report = Callable[[ReplicaReport], Awaitable[Plan | None]]
@@ -50,6 +52,8 @@ REPORT_JITTER_SHARE = 0.1
 KEEP_ALIVE_S = 120
 """Longer than a gateway keeps an idle connection, so that it is always the gateway that closes it."""
 STOP_S = 2
+STEP_PATIENCE = 3.0
+STUCK_AFTER_S_MAX = 600.0
 
 logger = logging.getLogger("tidegate.replica")
 
@@ -208,7 +212,8 @@ class ReplicaHost:
         return ReplicaState.STUCK if self._stuck() else ReplicaState.READY
 
     def _stuck(self) -> str | None:
-        gauges, now, limit_ns = self._shared.read_gauges(), now_ns(), int(self._model.stuck_after_s * 1e9)
+        gauges, now = self._shared.read_gauges(), now_ns()
+        limit_ns = int(self._patience_s(gauges) * 1e9)
         if gauges.work_since_ns:
             still_ns = now - max(gauges.progress_ns, gauges.work_since_ns)
             return (
@@ -218,6 +223,14 @@ class ReplicaHost:
         if silent_ns is None or now - max(silent_ns, gauges.progress_ns) <= limit_ns:
             return None
         return f"requests have waited for {(now - silent_ns) / 1e9:.0f} s and do not reach the engine"
+
+    def _patience_s(self, gauges: EngineGauges) -> float:
+        """How long one step may take."""
+        predicted_ms = predict_step_ms(
+            self._builder.coefficients(), gauges.running_seqs_now, gauges.kv_tokens_used, gauges.step_tokens_now
+        )
+        slow_s = min(STEP_PATIENCE * predicted_ms / 1e3, STUCK_AFTER_S_MAX)
+        return max(self._model.stuck_after_s, slow_s)
 
     # --- signals and knobs --------------------------------------------------------------------------------------------
 
@@ -248,10 +261,6 @@ class ReplicaHost:
             cold_start_ms=self._cold_start_ms,
             plan_seq=plan.seq if plan else None,
         )
-
-    def gauges(self) -> EngineGauges:
-        """The engine's own state, fresh."""
-        return self._shared.read_gauges()
 
     async def _report_forever(self) -> None:
         rng = random.Random()

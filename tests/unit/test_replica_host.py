@@ -299,6 +299,23 @@ async def test_health_follows_progress(bench: Bench, work_s: int, progress_s: in
         assert bench.host.routing_stats()["state"] == "stuck"
 
 
+@pytest.mark.parametrize(("still_s", "healthy"), [(31, True), (140, True), (170, False), (3_600, False)])
+async def test_a_slow_device_has_time_for_a_full_step(bench: Bench, still_s: int, healthy: bool) -> None:
+    """25 ms a prompt token, as bfloat16 without hardware support: a full budget of 2,048 tokens takes 51 s."""
+    await bench.start()
+    for n in range(1, 60):
+        tokens = n * 7 % 60
+        bench.core.append_step(StepRecord(n, 0, 20_000 + tokens * 25_000, 1, tokens, 1, 16, 0))
+    bench.host.build_report()
+    began = now_ns() - still_s * SECOND_NS
+    bench.core.write_gauges(EngineGauges(running=1, step_tokens_now=2048, progress_ns=began, work_since_ns=began))
+    if healthy:
+        await bench.host.check_health()
+    else:
+        with pytest.raises(ReplicaUnhealthyError, match="no step"):
+            await bench.host.check_health()
+
+
 async def test_requests_that_never_reach_the_engine_are_noticed(tmp_path: Path) -> None:
     bench = await Bench(tmp_path / "shared", stuck_after_s=0.05).start()
     async with bench.get("/silent"):
