@@ -229,6 +229,7 @@ async def test_idle_is_healthy(engine: Engine) -> None:
 
 async def test_an_engine_that_has_work_and_makes_none_is_unhealthy(engine: Engine, client: httpx.AsyncClient) -> None:
     pids = await engine.handle.engine_pids.remote()
+    await engine.knobs(Knobs(step_tokens_max=64))  # no step can be expected to take long
     request = asyncio.create_task(complete(client, max_tokens=400))
     await engine.until(lambda g: g.running == 1, 30)
     for pid in pids:
