@@ -131,8 +131,12 @@ async def stream_chat(
     model: str = "smollm2-135m-instruct",
     headers: dict[str, str] | None = None,
     timeout_s: float = 300,
+    started: asyncio.Event | None = None,
 ) -> StreamResult:
-    """Send one streaming chat request of exactly ``tokens`` output tokens and time what comes back."""
+    """Send one streaming chat request of exactly ``tokens`` output tokens and time what comes back.
+
+    ``started`` is set at the first token, or at the end of a request that never got one.
+    """
     body = {
         "model": model, "messages": list(messages), "max_tokens": tokens, "stream": True, "temperature": 0,
         "ignore_eos": True, "stream_options": {"include_usage": True},
@@ -151,12 +155,16 @@ async def stream_chat(
                     now = time.perf_counter()
                     if result.ttft_ms is None:
                         result.ttft_ms = (now - start) * 1e3
+                        if started is not None:
+                            started.set()
                     else:
                         result.gaps_ms.append((now - last) * 1e3)
                     last = now
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         result.error = f"{type(error).__name__}: {error}"
     result.e2e_ms = (time.perf_counter() - start) * 1e3
+    if started is not None:
+        started.set()
     return result
 
 

@@ -27,8 +27,11 @@ def words(n: int, seed: int) -> str:
 async def one_round(session: aiohttp.ClientSession, url: str, seed: int) -> float:
     """Return the longest gap in ms that any of the decoding streams saw while the long prompt joined."""
     prompts = [[{"role": "user", "content": f"Story {seed}-{i}: {words(8, i)}"}] for i in range(STREAMS)]
-    streams = [asyncio.create_task(h.stream_chat(session, p, 96, url=url)) for p in prompts]
-    await asyncio.sleep(3.0)
+    events = [asyncio.Event() for _ in prompts]
+    chats = [h.stream_chat(session, p, 96, url=url, started=e) for p, e in zip(prompts, events, strict=True)]
+    streams = [asyncio.create_task(chat) for chat in chats]
+    await asyncio.gather(*(event.wait() for event in events))
+    await asyncio.sleep(1.0)
     long_prompt = [{"role": "user", "content": f"{seed} {words(900, seed)}"}]
     joined = await h.stream_chat(session, long_prompt, 4, url=url)
     results = await asyncio.gather(*streams)

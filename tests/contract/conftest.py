@@ -80,7 +80,7 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder,
         "--served-model-name", MODEL_NAME,
-        "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "2048", "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--host", "127.0.0.1", "--port", str(port),
         "--enable-prompt-tokens-details",
     ]  # fmt: skip
     env = os.environ | {
