@@ -1,1 +1,1 @@
-"""Package."""
+"""How many replicas, of which kind, when: pure, may use policies."""

@@ -1,1 +1,1 @@
-"""Package."""
+"""What people look at: every metric once."""

@@ -1,1 +1,1 @@
-"""Package."""
+"""All input and output: Ray Serve, vLLM, HTTP, files."""

@@ -1,1 +1,1 @@
-"""Package."""
+"""Tests and benchmarks; the folders mirror what they test with."""

@@ -1,1 +1,1 @@
-"""Package."""
+"""Who gets in: bounds on what one gateway holds."""

@@ -1,1 +1,1 @@
-"""Package."""
+"""Sense, detect, adapt: one pure tick, and the ledger of its decisions."""

@@ -1,1 +1,1 @@
-"""Package."""
+"""Commands that measure and print a table."""

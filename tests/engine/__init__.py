@@ -1,1 +1,1 @@
-"""Package."""
+"""Real vLLM on the CPU."""

@@ -1,1 +1,1 @@
-"""Package."""
+"""Properties of pure code over generated inputs."""

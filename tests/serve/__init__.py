@@ -1,1 +1,1 @@
-"""Package."""
+"""Real Ray Serve with emulated engines."""

@@ -1,1 +1,1 @@
-"""Package."""
+"""Pure code and single parts, no Ray."""
