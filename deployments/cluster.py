@@ -93,6 +93,7 @@ def cluster_environment(settings: Settings, ports: Ports, temp_dir: str, run_id:
     }
     return {
         RUN_VARIABLE: run_id,
+        "TMPDIR": temp_dir,  # sockets and scratch files of engines go with the run
         "RAY_AUTH_MODE": "token",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # Ray's default is 15: any other program on the machine would starve the engines

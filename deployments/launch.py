@@ -321,6 +321,7 @@ def probe(plan: Plan) -> str | None:
 def _tell_ready(plan: Plan, state: RunState, progress: Progress, *, detach: bool) -> None:
     body = {
         "model": plan.settings.model.name,
+        "temperature": 0,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
     }
     progress.say(

@@ -25,6 +25,7 @@ import psutil
 RUN_VARIABLE = "TIDEGATE_RUN"
 """Environment variable that marks all processes of a run."""
 STATE_FILE = "state.json"
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 (looked at, and cleaned of what the run mapped)
 TEMP_ROOT = "/tmp"  # noqa: S108 (mkdtemp makes a private folder in it)
 """Above the run's temporary folder."""
 
@@ -155,6 +156,7 @@ def end_all(state: RunState, grace_s: float) -> list[psutil.Process]:
     """
     leader = state.ray.process() if state.ray is not None else None
     known = members(state)
+    shared = _shared_memory_of(known)
     if leader is not None:
         _signal([leader], signal.SIGTERM)
         _wait_gone(known, grace_s / 2)
@@ -163,7 +165,29 @@ def end_all(state: RunState, grace_s: float) -> list[psutil.Process]:
     if not _wait_gone(known, grace_s / 2):
         _signal(known, signal.SIGKILL)
         _wait_gone(known, 5.0)
-    return [process for process in _union(known, members(state)) if _is_running(process)]
+    left = [process for process in _union(known, members(state)) if _is_running(process)]
+    if not left:
+        _remove_shared_memory(shared)
+    return left
+
+
+def _shared_memory_of(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Return the files of shared memory that ``processes`` have mapped: forced to end, they leave them behind."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+                name = line.partition(SHARED_MEMORY + "/")[2]
+                if name and not name.endswith(" (deleted)"):
+                    found.add(Path(SHARED_MEMORY, name))
+    return found
+
+
+def _remove_shared_memory(files: set[Path]) -> None:
+    """Remove those of ``files`` that nobody else has mapped."""
+    for file in files - _shared_memory_of(psutil.process_iter()):
+        with contextlib.suppress(OSError):
+            file.unlink()
 
 
 def _union(first: list[psutil.Process], second: list[psutil.Process]) -> list[psutil.Process]:

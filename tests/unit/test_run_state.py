@@ -88,6 +88,25 @@ def test_who_ignores_the_request_is_forced(start: Start, state: RunState) -> Non
     assert stubborn.wait(5) == -signal.SIGKILL
 
 
+def test_shared_memory_goes_with_the_run_unless_others_use_it(start: Start, state: RunState) -> None:
+    program = (
+        "import mmap, os, time; kept = [mmap.mmap(os.open('/dev/shm/' + name, os.O_RDWR), 8) for name in {names!r}];"
+        " print('up', flush=True); time.sleep(60)"
+    )
+    ours, common = (Path("/dev/shm", f"tidegate-test-{state.run_id}-{name}") for name in ("ours", "common"))
+    for file in (ours, common):
+        file.write_bytes(b"12345678")
+    try:
+        start(program.format(names=[ours.name, common.name]), state.run_id)
+        start(program.format(names=[common.name]))
+        assert run_state.end_all(state, 5) == []
+        assert not ours.exists()
+        assert common.exists()
+    finally:
+        for file in (ours, common):
+            file.unlink(missing_ok=True)
+
+
 def test_ending_twice_is_harmless(state: RunState) -> None:
     assert run_state.end_all(state, 1) == []
     assert run_state.end_all(state, 1) == []
