@@ -38,8 +38,10 @@ ENV = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": shield.IMPORT_PATH,
+    "FORWARDED_ALLOW_IPS": "none",
 }
-"""Set for gateway replicas only."""
+"""Set for gateway replicas only. The last: nobody's ``X-Forwarded-For`` may stand for the peer, not even where the
+machine's environment trusts all (uvicorn would believe it, and with it that a client is on this host)."""
 ONGOING_REQUESTS_MAX = 100_000
 """Serve's own limit, out of the way: admission refuses long before, with a 429 that says when to come back."""
 NUM_CPUS = 0.1
