@@ -14,7 +14,7 @@ reports to whom is passed in as ``report``.
   step in progress that is shorter than that. On a slow device one large step may take longer: the limit is then
   :data:`STEP_PATIENCE` times what the step model predicts for a full token budget, at most :data:`STUCK_AFTER_S_MAX`.
 * **Leaving.** :meth:`ReplicaHost.drain` serves on for :data:`DRAIN_GRACE_S` while gateways learn of it, then refuses
-  new requests and waits for those inside, at most ``drain_s_max``.
+  new requests and waits for those inside, at most ``drain_s_max``, and not for a stuck engine.
 
 It must not decide values of knobs and must not wait for the controller anywhere.
 """
@@ -47,6 +47,7 @@ Report = Callable[[ReplicaReport], Awaitable[Plan | None]]
 
 LOOPBACK = "127.0.0.1"
 DRAIN_GRACE_S = 2.0
+DRAIN_LOOK_S = 1.0
 REPORT_TIMEOUT_S = 2.0
 REPORT_JITTER_SHARE = 0.1
 KEEP_ALIVE_S = 120
@@ -134,19 +135,24 @@ class ReplicaHost:
         self._loop_task = asyncio.create_task(self._report_forever(), name="tidegate-replica-reports")
 
     async def drain(self) -> None:
-        """Leave: serve on for the grace time, refuse new requests, wait for those inside, at most ``drain_s_max``."""
+        """Leave: serve on for the grace time, refuse new requests, wait for those inside, at most ``drain_s_max``.
+
+        A stuck engine is not waited for: its requests will not end, and its successor needs the device.
+        """
         if self._gate is None or self._draining:
             return
         self._draining = True
         end_ns = now_ns() + int(self._model.drain_s_max * 1e9)
         await asyncio.sleep(min(DRAIN_GRACE_S, self._model.drain_s_max))
         self._gate.refuse_new = True
-        try:
-            await asyncio.wait_for(self._gate.empty.wait(), max(0.0, (end_ns - now_ns()) / 1e9))
-        except TimeoutError:
-            logger.warning(
-                "%d requests were still open after %.0f s of draining", self._gate.inflight, self._model.drain_s_max
-            )
+        while self._gate.inflight:
+            left_s = (end_ns - now_ns()) / 1e9
+            why = "the time is over" if left_s <= 0 else self._stuck()
+            if why:
+                logger.warning("Leaving with %d open requests: %s.", self._gate.inflight, why)
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gate.empty.wait(), min(left_s, DRAIN_LOOK_S))
 
     async def stop(self) -> None:
         """Close the port and stop reporting. Requests still inside are cut after :data:`STOP_S`."""

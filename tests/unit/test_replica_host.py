@@ -249,6 +249,20 @@ async def test_drain_gives_up_after_its_limit(tmp_path: Path) -> None:
     await bench.close()
 
 
+async def test_drain_does_not_wait_for_a_stuck_engine(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.replica_host.DRAIN_GRACE_S", 0.0)
+    monkeypatch.setattr("deployments.replica_host.DRAIN_LOOK_S", 0.05)
+    await bench.start()
+    async with bench.get("/stream") as stream:
+        await stream.content.readany()
+        draining = asyncio.create_task(bench.host.drain())
+        await asyncio.sleep(0.2)
+        assert not draining.done()
+        long_ago = now_ns() - 3_600 * SECOND_NS
+        bench.core.write_gauges(EngineGauges(running=1, progress_ns=long_ago, work_since_ns=long_ago))
+        await asyncio.wait_for(draining, 5)
+
+
 async def test_drain_before_start_and_twice_is_harmless(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.replica_host.DRAIN_GRACE_S", 0.0)
     await bench.host.drain()
