@@ -30,6 +30,7 @@ from ray.serve.llm import LLMConfig, LLMServer
 from starlette.exceptions import HTTPException
 
 from deployments.knobs import EngineShared
+from deployments.local_model import CALLBACK as LOCAL_MODEL
 from deployments.model import engine_environment, resolve
 from deployments.replica_host import ReplicaHost
 from deployments.replica_wiring import deployment_options, new_host, new_shared, process_started_ns
@@ -111,7 +112,9 @@ def llm_config(settings: Settings, shared: Path | None = None) -> LLMConfig:
     if shared is not None:
         own = {"tidegate": {"shared": str(shared), "replica_pid": os.getpid()}}
         arguments["additional_config"] = {**arguments.get("additional_config", {}), **own}
+    local = {"callback_config": {"callback_class": LOCAL_MODEL}} if Path(location).is_dir() else {}
     return LLMConfig(
+        **local,
         model_loading_config={"model_id": model.name, "model_source": location},
         accelerator_config={"kind": model.device},
         accelerator_type=model.accelerator_type,
