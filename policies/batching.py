@@ -4,15 +4,15 @@ The step model predicts a step's duration (``policies/step_model.py``), and a st
 :func:`solve` takes the largest values whose predicted step stays within the ITL objective::
 
     step_tokens_max   = running + largest prefill with step_ms(running, kv, prefill) <= itl_ms * itl_share
-    running_seqs_max  = largest n with step_ms(n, n * kv_per_seq, 0) <= itl_ms * DECODE_SHARE
+    running_seqs_max  = largest n with step_ms(n, n * kv_per_seq, 0) <= max(itl_ms * DECODE_SHARE, 1.5 * step_ms(1))
                         and, once the KV cache is half full, n * kv_per_seq <= kv_tokens_max
 
 between the floors of the configuration and the engine's start-up values. Where nobody decodes no gap is at stake, and
 the token budget goes up to its start-up value, for TTFT.
 
 An objective that no setting can hold is no reason to starve the engine: where decoding alone takes longer, a prompt may
-at most double the gap (:data:`OUT_OF_REACH_FACTOR`); where even one sequence takes longer, the number of sequences is
-left at its start-up value.
+at most double the gap (:data:`OUT_OF_REACH_FACTOR`); and as many sequences may run as lengthen the gap of a single one
+by half (:data:`BATCH_FACTOR_MIN`): below that fewer sequences cost throughput and gain little.
 
 :class:`BatchTuner` adds what one prediction cannot know. It trusts a model only after ``samples_min`` steps; it leaves
 the engine alone for ``settle_ticks`` after a change; it lowers at once but raises only what was asked for
@@ -42,6 +42,9 @@ PREFILL_TOKENS_MIN = 16
 
 OUT_OF_REACH_FACTOR = 2.0
 """Longest step over a step that only decodes, when decoding alone is above the objective."""
+
+BATCH_FACTOR_MIN = 1.5
+"""Decode step over that of one sequence up to which the number of sequences is never limited for the objective."""
 
 STEP_TOKENS_GRAIN = 8
 """Token budgets are rounded down to a multiple of this."""
@@ -157,7 +160,8 @@ def _solve_seqs(point: BatchPoint, objectives: ObjectivesConfig, config: Batchin
     per_seq = point.kv_per_seq
     if per_seq is None:
         return hard
-    limit_ms = objectives.itl_ms * DECODE_SHARE
+    one_ms = predict_step_ms(point.model, 1, per_seq, 0)
+    limit_ms = max(objectives.itl_ms * DECODE_SHARE, BATCH_FACTOR_MIN * one_ms)
     kv_max = point.kv_tokens_max or math.inf
     tight = point.kv_tokens >= KV_SHARE_TIGHT * kv_max
 
@@ -167,8 +171,6 @@ def _solve_seqs(point: BatchPoint, objectives: ObjectivesConfig, config: Batchin
         return fits and predict_step_ms(point.model, seqs, min(kv_tokens, kv_max), 0) <= limit_ms
 
     floor = min(hard, config.running_seqs_min)
-    if predict_step_ms(point.model, 1, per_seq, 0) > limit_ms:
-        limit_ms = math.inf
     return _largest(floor, hard, within) or floor
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from policies.batching import (
+    BATCH_FACTOR_MIN,
     BRAKE_QUIET_TICKS,
     DECODE_SHARE,
     ITL_SHARE_MIN,
@@ -163,15 +164,18 @@ def test_unknown_kv_leaves_the_start_up_value() -> None:
 
 
 def test_the_least_allowed_number_of_sequences_holds() -> None:
-    one_ms = predict_step_ms(CPU_STEP, 1, point().kv_tokens / point().running, 0)
-    objectives = replace(OBJECTIVES, itl_ms=1.01 * one_ms / DECODE_SHARE)
-    knobs, _, _ = solve(point(), objectives, replace(CONFIG, running_seqs_min=4))
+    steep = replace(CPU_STEP, b_ms=500.0)
+    knobs, _, _ = solve(point(model=steep), replace(OBJECTIVES, itl_ms=5.0), replace(CONFIG, running_seqs_min=4))
     assert knobs.running_seqs_max == 4
 
 
 def test_an_objective_that_not_even_one_sequence_meets_does_not_starve_the_engine() -> None:
     knobs, _, _ = solve(point(running_seqs_hard=64), replace(OBJECTIVES, itl_ms=5.0), CONFIG)
-    assert knobs.running_seqs_max == 64
+    n, per_seq = knobs.running_seqs_max, point().kv_tokens / point().running
+    assert n is not None
+    one_ms = predict_step_ms(CPU_STEP, 1, per_seq, 0)
+    assert predict_step_ms(CPU_STEP, n, n * per_seq, 0) <= BATCH_FACTOR_MIN * one_ms
+    assert predict_step_ms(CPU_STEP, n + 1, (n + 1) * per_seq, 0) > BATCH_FACTOR_MIN * one_ms
 
 
 @pytest.mark.parametrize(
