@@ -1,101 +1,23 @@
-"""deployments/replica_host.py, gate.py and reporting.py over real sockets in one event loop, without Ray or vLLM."""
+"""deployments/replica_host.py and reporting.py over real sockets in one event loop, without Ray or vLLM."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 
 from deployments.clock import now_ns
-from deployments.gate import ASGIApp, Gate, Message, Receive, Scope, Send
-from deployments.knobs import EngineGauges, EngineShared, StepRecord
-from deployments.replica_host import ReplicaHost, ReplicaIdentity, ReplicaUnhealthyError
+from deployments.knobs import EngineGauges, StepRecord
+from deployments.replica_host import ReplicaUnhealthyError
 from deployments.reporting import WARM_UP_STEPS
-from deployments.settings import ModelSettings
-from policies.config import PolicyConfig
-from policies.types import LATENCY_BOUNDS_MS, Knobs, Mode, Plan, ReplicaReport, ReplicaState
+from policies.types import LATENCY_BOUNDS_MS, Knobs, Mode, Plan, ReplicaState
+from tests.unit.replica_bench import REPLICA, Bench, until
 
-REPLICA = "r1"
 SECOND_NS = 1_000_000_000
-
-
-class Engine:
-    """A small ASGI application: answers at once, or holds a stream open until it is let go."""
-
-    def __init__(self) -> None:
-        self.seen: list[Scope] = []
-        self.started = asyncio.Event()
-        self.release = asyncio.Event()
-        self.cancelled = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.seen.append(scope)
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
-        if scope["path"] == "/stream":
-            await send({"type": "http.response.body", "body": b"first", "more_body": True})
-        if scope["path"] in ("/stream", "/silent"):
-            self.started.set()
-            try:
-                await self.release.wait()
-            except asyncio.CancelledError:
-                self.cancelled += 1
-                raise
-        if scope["path"] == "/raise":
-            raise RuntimeError("the engine's application failed")
-        await send({"type": "http.response.body", "body": b"last"})
-
-
-class Reports:
-    """The controller's end: collects reports and answers with a plan, or misbehaves as told."""
-
-    def __init__(self) -> None:
-        self.got: list[ReplicaReport] = []
-        self.answer: Callable[[], Awaitable[Plan | None]] | None = None
-        self.arrived = asyncio.Event()
-
-    async def __call__(self, report: ReplicaReport) -> Plan | None:
-        self.got.append(report)
-        self.arrived.set()
-        return await self.answer() if self.answer else None
-
-
-class Bench:
-    """One host with its engine, its end of the shared mapping and a client."""
-
-    def __init__(self, path: Path, **settings: Any) -> None:
-        self.engine = Engine()
-        self.reports = Reports()
-        self.shared = EngineShared.create(path)
-        self.core = EngineShared.open(path)
-        self.model = ModelSettings(
-            name="m", report_interval_ms=settings.pop("report_interval_ms", 60_000.0), **settings
-        )
-        self.host = ReplicaHost(
-            self.model, PolicyConfig(), self.shared, ReplicaIdentity(REPLICA, "app", "Engine"), now_ns(), self.reports
-        )
-        self.client = aiohttp.ClientSession()
-
-    async def start(self, app: ASGIApp | None = None) -> Bench:
-        await self.host.start(app or self.engine)
-        return self
-
-    def get(self, path: str, token: str | None = None) -> aiohttp.client._RequestContextManager:
-        meta = self.host.metadata()
-        return self.client.get(
-            f"http://{meta['endpoint']}{path}", headers={"x-tidegate-gate": meta["gate"] if token is None else token}
-        )
-
-    async def close(self) -> None:
-        self.engine.release.set()
-        await self.client.close()
-        await self.host.stop()
-        self.core.close()
-        self.shared.close()
 
 
 @pytest.fixture
@@ -107,107 +29,6 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 
 def plan(seq: int = 1, mode: Mode = Mode.ACT, ttl_ms: float = 60_000, **knobs: int) -> Plan:
     return Plan("epoch", seq, ttl_ms, mode, knobs={REPLICA: Knobs(**knobs)})
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that other tasks bring about; the test's own time-out ends it when they do not."""
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
-# --- gate -------------------------------------------------------------------------------------------------------------
-
-
-async def test_a_request_with_the_token_passes_and_the_token_goes_no_further(bench: Bench) -> None:
-    await bench.start()
-    async with bench.get("/v1/x") as response:
-        assert response.status == 200
-        assert await response.text() == "last"
-    assert not any(name == b"x-tidegate-gate" for name, _ in bench.engine.seen[0]["headers"])
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/health", "/metrics", "/", "/docs"])
-@pytest.mark.parametrize("token", ["", "wrong", "x" * 10_000])
-async def test_every_path_is_behind_the_gate(bench: Bench, path: str, token: str) -> None:
-    await bench.start()
-    async with bench.get(path, token) as response:
-        assert response.status in {403, 431, 400}
-        if response.status == 403:
-            error = json.loads(await response.text())["error"]
-            assert set(error) == {"message", "type", "param", "code"}
-    assert bench.engine.seen == []
-
-
-async def test_no_header_and_two_headers_are_refused(bench: Bench) -> None:
-    await bench.start()
-    meta = bench.host.metadata()
-    for headers in ([], [("x-tidegate-gate", meta["gate"])] * 2):
-        async with bench.client.get(f"http://{meta['endpoint']}/", headers=headers) as response:
-            assert response.status == 403
-    assert bench.engine.seen == []
-
-
-async def test_tokens_differ_between_replicas_and_the_address_is_loopback(tmp_path: Path) -> None:
-    benches = [Bench(tmp_path / str(i)) for i in range(2)]
-    for b in benches:
-        await b.start()
-    first, second = (b.host.metadata() for b in benches)
-    assert first["gate"] != second["gate"]
-    assert len(first["gate"]) >= 32
-    assert first["endpoint"].startswith("127.0.0.1:")
-    assert first["model"] == "m"
-    for b in benches:
-        await b.close()
-
-
-async def test_websockets_are_refused() -> None:
-    sent: list[Message] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        raise AssertionError("must not be reached")
-
-    async def receive() -> Message:
-        return {"type": "websocket.connect"}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    gate = Gate(app, "token")
-    await gate({"type": "websocket", "headers": [(b"x-tidegate-gate", b"token")]}, receive, send)
-    assert sent == [{"type": "websocket.close", "code": 1008}]
-    assert gate.inflight == 0
-
-
-async def test_inflight_falls_on_every_path(bench: Bench) -> None:
-    await bench.start()
-    gate = bench.host._gate
-    assert gate is not None
-    async with bench.get("/stream") as response:
-        assert await response.content.readany() == b"first"
-        assert gate.inflight == 1
-        assert gate.silent_since_ns() is None
-        bench.engine.release.set()
-        await response.read()
-    async with bench.get("/raise") as response:
-        assert response.status == 200
-        with pytest.raises(aiohttp.ClientError):
-            await response.read()
-    await asyncio.wait_for(gate.empty.wait(), 5)
-    assert gate.inflight == 0
-
-
-async def test_inflight_falls_when_the_application_is_cancelled(bench: Bench) -> None:
-    await bench.start()
-    gate = bench.host._gate
-    assert gate is not None
-    async with bench.get("/silent"):
-        await bench.engine.started.wait()
-        assert gate.inflight == 1
-        assert gate.silent_since_ns() is not None
-        await bench.host.stop()
-    assert bench.engine.cancelled == 1
-    assert gate.inflight == 0
-    assert gate.silent_since_ns() is None
 
 
 # --- draining ---------------------------------------------------------------------------------------------------------
