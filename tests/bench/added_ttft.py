@@ -14,37 +14,12 @@ import asyncio
 import json
 import subprocess
 import sys
-from typing import Any
-
-from ray.serve.llm import LLMServer
 
 from tests.bench import harness as h
 
 PAIRS = 60
 ADDED_MS_MAX, SHARE_MAX = 5.0, 0.25
 MODEL = "smollm2-135m-instruct"
-
-
-class BarePortServer(LLMServer):
-    """Ray Serve LLM's own server, with vLLM's native application on a port of its own beside it."""
-
-    async def __init__(  # type: ignore[misc]  # Serve awaits asynchronous constructors
-        self, llm_config: Any, **kwargs: Any
-    ) -> None:
-        import socket
-
-        import uvicorn
-
-        await super().__init__(llm_config, **kwargs)
-        app = await self.engine.build_asgi_app()
-        sock = socket.create_server(("127.0.0.1", 0))
-        self._port = sock.getsockname()[1]
-        config = uvicorn.Config(app, loop="uvloop", access_log=False, lifespan="off", log_level="error")
-        self._bare = asyncio.create_task(uvicorn.Server(config).serve(sockets=[sock]))
-
-    async def port(self) -> int:
-        """Port of the bare application."""
-        return int(self._port)
 
 
 async def measure(bare_url: str, ingress_url: str, bare_headers: dict[str, str]) -> dict[str, float]:
@@ -104,14 +79,16 @@ def ray_serve_llm_phase() -> dict[str, float]:
         from ray import serve
         from ray.serve.llm import LLMConfig, build_openai_app
 
+        from deployments.engine import engine_arguments
         from deployments.model import engine_environment, resolve
         from deployments.settings import Settings
+        from tests.bench.bare_port import BarePortServer
 
         settings = Settings.load(h.default_args())
         source = resolve(settings.model.source)
         config = LLMConfig(
             model_loading_config={"model_id": MODEL, "model_source": source},
-            engine_kwargs=dict(settings.model.engine_args),
+            engine_kwargs={k: v for k, v in engine_arguments(settings.model).items() if k != "scheduler_cls"},
             accelerator_config={"kind": "cpu"},
             deployment_config={"autoscaling_config": {"min_replicas": 1, "max_replicas": 1}},
             runtime_env={"env_vars": engine_environment(settings.model, source)},

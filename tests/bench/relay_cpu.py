@@ -14,46 +14,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from typing import Any
 
 import aiohttp
 import psutil
-from ray import serve
-from starlette.requests import Request
-from starlette.responses import StreamingResponse
 
 from tests.bench import harness as h
 
 STREAMS, TOKENS, SECONDS, ROUNDS = 16, 400, 8.0, 3
 US_MAX, TIMES_MIN = 20.0, 10.0
-CHUNK = (
-    b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,"model":"m",'
-    b'"choices":[{"index":0,"delta":{"content":" tok"},"logprobs":null,"finish_reason":null}]}\n\n'
-)
-
-
-@serve.deployment(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})
-class HandleBackend:
-    """Yields events through a streaming deployment handle, as fast as they are taken."""
-
-    async def stream(self, count: int) -> AsyncIterator[bytes]:
-        """Yield ``count`` events."""
-        for _ in range(count):
-            yield CHUNK
-            await asyncio.sleep(0)
-
-
-@serve.deployment(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})
-class HandleIngress:
-    """Relays what a deployment handle streams, the way Ray Serve's documentation shows."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend.options(stream=True)
-
-    async def __call__(self, request: Request) -> StreamingResponse:
-        """Stream one response."""
-        return StreamingResponse(self._backend.stream.remote(TOKENS), media_type="text/event-stream")
 
 
 async def one_stream(session: aiohttp.ClientSession, url: str) -> int:
@@ -149,7 +117,8 @@ if __name__ == "__main__":
         flat_out = {"a_ms": 1.0, "b_ms": 0.0, "c_ms": 0.0, "d_ms": 0.0}
         one = {"replicas_min": 1, "replicas_max": 1}
         h.deploy(h.emulated_args(model={"emulated": {"step": flat_out}}, scaling=one))
-        handle_app = HandleIngress.bind(HandleBackend.bind())  # type: ignore[attr-defined]  # Serve's decorator adds it
-        serve.run(handle_app, name="handle", route_prefix="/handle", blocking=False)
+        from tests.bench.handle_relay import deploy_handle_relay  # Serve is imported once its environment is set
+
+        deploy_handle_relay(TOKENS)
         status = asyncio.run(main())
     sys.exit(status)
