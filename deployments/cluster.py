@@ -100,6 +100,7 @@ def cluster_environment(settings: Settings, ports: Ports, temp_dir: str, run_id:
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # there is no other node to drain to
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_DEPLOYMENT_ACTOR_HEALTH_CHECK_PERIOD_S": "2",  # a dead controller is noticed within this time
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # a busy machine may need longer than the 5 s of the default
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports.fallback_http),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports.fallback_grpc),
         **{f"RAY_SERVE_HAPROXY_{name}": str(value) for name, value in haproxy.items()},
