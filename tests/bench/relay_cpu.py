@@ -4,7 +4,7 @@ Each relays the same events to 16 clients in one run: the gateway as raw bytes o
 through ``handle.options(stream=True)`` as Ray Serve applications do it, and the Rust ``vllm-router`` where it is
 installed. CPU is the user plus system time of the relaying process over the whole phase (its idle work included),
 divided by the events that clients received. Flat out, an engine emits as fast as it is read; paced, each stream has an
-event every 10 ms, so that every event wakes the relay. Bars, flat out: at most 20 us, and 10 times less than the handle.
+event every 10 ms, so that every event wakes the relay. Bars, flat out: at most 20 us, 10 times less than the handle.
 """
 
 from __future__ import annotations
