@@ -44,33 +44,21 @@ async def measure(bare_url: str, ingress_url: str, bare_headers: dict[str, str])
     }  # fmt: skip
 
 
-async def bare_address() -> tuple[str, dict[str, str]]:
+def bare_address() -> tuple[str, dict[str, str]]:
     """Return URL and gate header of a Tidegate replica's own port."""
     from ray import serve
 
-    from deployments.serve_internals import current_replicas, init_handle_same_loop
-
     handle = serve.get_deployment_handle("Engine", app_name="tidegate")
-    init_handle_same_loop(handle)
-
-    async def known() -> bool:
-        return bool(current_replicas(handle))
-
-    await h.wait_for(known, 30)
-    metadata = next(iter(current_replicas(handle).values())).replica_metadata
+    metadata = handle.record_replica_metadata.remote().result(timeout_s=30)
     return f"http://{metadata['endpoint']}", {"x-tidegate-gate": str(metadata["gate"])}
 
 
 def tidegate_phase() -> dict[str, float]:
     """Measure Tidegate."""
-
-    async def run() -> dict[str, float]:
-        bare_url, headers = await bare_address()
-        return await measure(bare_url, h.URL, headers)
-
     with h.ray_serve(haproxy=True):
         h.deploy(h.default_args(scaling={"replicas_min": 1, "replicas_max": 1}))
-        return asyncio.run(run())
+        bare_url, headers = bare_address()
+        return asyncio.run(measure(bare_url, h.URL, headers))
 
 
 def ray_serve_llm_phase() -> dict[str, float]:
