@@ -105,12 +105,11 @@ def running_engine(model_folder: str) -> Iterator[Engine]:
 
 
 @pytest.fixture
-async def engine(running_engine: Engine) -> AsyncIterator[Engine]:
-    """The engine, idle and with its start-up values."""
+async def engine(running_engine: Engine) -> Engine:
+    """The engine, idle and with its start-up values. Nothing is put back afterwards: the last test ends the engine."""
     await running_engine.knobs(Knobs())
     await running_engine.until(lambda g: g.work_since_ns == 0, 60)
-    yield running_engine
-    await running_engine.knobs(Knobs())
+    return running_engine
 
 
 @pytest.fixture
