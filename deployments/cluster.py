@@ -30,6 +30,13 @@ HAPROXY_RETRIES_MAX = 1
 the gateway's, out of its budget."""
 MARGIN_S = 60
 """HAProxy waits this much longer than the gateway, so that the gateway's own error is what a client sees."""
+SERVE_ENVIRONMENT = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_DEPLOYMENT_ACTOR_HEALTH_CHECK_PERIOD_S": "2",  # a dead controller is noticed within this time
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # a busy machine may need longer than the 5 s of the default
+    "RAY_worker_niceness": "0",  # Ray's default is 15: any other program on the machine would starve the engines
+}
+"""What Tidegate wants of any cluster it runs on, wherever its ports and files are."""
 _ANSWER_BYTES_MAX = 20_000_000
 
 
@@ -93,14 +100,11 @@ def cluster_environment(settings: Settings, ports: Ports, temp_dir: str, run_id:
     }
     return {
         RUN_VARIABLE: run_id,
+        **SERVE_ENVIRONMENT,
         "TMPDIR": temp_dir,  # sockets and scratch files of engines go with the run
         "RAY_AUTH_MODE": "token",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",  # Ray's default is 15: any other program on the machine would starve the engines
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # there is no other node to drain to
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_DEPLOYMENT_ACTOR_HEALTH_CHECK_PERIOD_S": "2",  # a dead controller is noticed within this time
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # a busy machine may need longer than the 5 s of the default
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports.fallback_http),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports.fallback_grpc),
         **{f"RAY_SERVE_HAPROXY_{name}": str(value) for name, value in haproxy.items()},

@@ -89,13 +89,6 @@ class Histogram:
         n = self.count
         return self.sum_ms / n if n else None
 
-    def share_within(self, limit_ms: float) -> float | None:
-        """Share of values in buckets whose upper bound is at most ``limit_ms``; ``None`` when empty."""
-        total = self.count
-        if total == 0:
-            return None
-        return sum(n for n, bound in zip(self.counts, LATENCY_BOUNDS_MS, strict=False) if bound <= limit_ms) / total
-
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -20,14 +20,13 @@ from typing import Any
 import aiohttp
 import yaml
 
+from deployments.cluster import SERVE_ENVIRONMENT
+
 ROOT = Path(__file__).resolve().parents[2]
 URL = "http://127.0.0.1:8000"
 SERVE_ENV = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    **SERVE_ENVIRONMENT,
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-    "RAY_SERVE_DEPLOYMENT_ACTOR_HEALTH_CHECK_PERIOD_S": "2",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    "RAY_worker_niceness": "0",
     "PYTHONPATH": str(ROOT),
 }
 
