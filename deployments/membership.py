@@ -65,11 +65,7 @@ class Membership:
 
     def choose(self, request: Request, exclude: frozenset[ReplicaId]) -> RouteChoice:
         """Ask the pure router, with the affinity strength of the plan in force."""
-        policies, at_ns = self.policies, now_ns()
-        plan = policies.plan_follower.current(at_ns)
-        strength = plan.affinity_strength if plan is not None else None
-        views = policies.fleet.views(at_ns, exclude)
-        return policies.router.choose(request, views, strength, at_ns)
+        return self.policies.choose(request, exclude, now_ns())
 
 
 class RouteCall:

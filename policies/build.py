@@ -8,7 +8,7 @@ What this must not do: decide anything, or read configuration from anywhere but 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from policies.admission.limits import Admission
@@ -22,7 +22,8 @@ from policies.routing.fleet import Fleet, Removed
 from policies.routing.load import LoadBook
 from policies.routing.prefix_index import PrefixIndex
 from policies.routing.router import Router
-from policies.types import ReplicaId
+from policies.routing.strategy import RoutingStrategy
+from policies.types import ReplicaId, Request, RouteChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Policies:
     config: PolicyConfig
     flow_context: FlowContext
     fleet: Fleet
-    router: Router
+    router: RoutingStrategy
     index: PrefixIndex
     plan_follower: PlanFollower
 
@@ -44,12 +45,26 @@ class Policies:
             self.router.forget(replica_id)
         return removed
 
+    def choose(self, request: Request, exclude: Collection[ReplicaId], now_ns: int) -> RouteChoice:
+        """Rank the fleet for ``request`` without ``exclude``, trusting prefix hits as the plan in force says."""
+        plan = self.plan_follower.current(now_ns)
+        strength = plan.affinity_strength if plan is not None else None
+        return self.router.choose(request, self.fleet.views(now_ns, exclude), strength, now_ns)
 
-def build_policies(config: PolicyConfig, seed: int) -> Policies:
-    """Policies of one gateway. ``seed`` breaks ties only; give each gateway its own."""
+
+def build_policies(
+    config: PolicyConfig,
+    seed: int,
+    make_router: Callable[[PolicyConfig, PrefixIndex, random.Random], RoutingStrategy] | None = None,
+) -> Policies:
+    """Policies of one gateway. ``seed`` breaks ties only; give each gateway its own.
+
+    ``make_router`` puts a baseline in the place of the live router, for comparison in the simulator.
+    """
     book = LoadBook()
     index = PrefixIndex(config.routing.index_blocks_max)
-    router = Router(config.routing, index, random.Random(seed))
+    rng = random.Random(seed)
+    router = make_router(config, index, rng) if make_router else Router(config.routing, index, rng)
     return Policies(
         config=config,
         flow_context=FlowContext(Admission(config.admission), RetryBudget(config.faults), book, router, config),

@@ -58,7 +58,7 @@ from policies.events import (
 )
 from policies.faults import RetryBudget
 from policies.routing.load import LoadBook
-from policies.routing.router import Router
+from policies.routing.strategy import RoutingStrategy
 from policies.types import Reason, ReplicaId, Request, RouteChoice
 
 BROKEN_REPLICAS_MAX = 2
@@ -93,7 +93,7 @@ class FlowContext:
     admission: Admission
     budget: RetryBudget
     book: LoadBook
-    router: Router
+    router: RoutingStrategy
     config: PolicyConfig
 
 

@@ -1,0 +1,252 @@
+"""What a simulation is given: engines as data, requests, clients, faults, and the scenario that joins them.
+
+Every time is an integer in ns since the start of the run, every duration has its unit in its name. Everything here is a
+value: the same scenario gives the same run, byte for byte, whatever ``PYTHONHASHSEED`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Protocol, TypeAlias
+
+from policies.config import PolicyConfig
+from policies.control.scaler import Scaler
+from policies.routing.prefix_index import PrefixIndex
+from policies.routing.strategy import RoutingStrategy
+from policies.types import StepCoefficients
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepLaw:
+    """Duration of an engine step; the world's truth, richer than the model that policies learn.
+
+    ``step_ms = batch_ms(running) + c_ms * kv_tokens / 1000 + d_ms * prefill_tokens + e_ms * pairs / 1e6``, where
+    ``batch_ms(running)`` is ``a_ms + b_ms * running``, or interpolated in ``batch`` where that is given, and ``pairs``
+    sums ``n * (p + n / 2)`` over the step's prompt chunks of ``n`` tokens that start at position ``p``: attention of
+    a prompt to its own beginning, which makes long prompts cost more than their tokens.
+    """
+
+    a_ms: float
+    b_ms: float
+    c_ms: float
+    d_ms: float
+    e_ms: float = 0.0
+    batch: tuple[tuple[int, float], ...] = ()
+    """Measured ``(running, ms)`` of decode steps with an empty cache, by growing ``running``; linear in between, the
+    last slope beyond."""
+    jitter_share: float = 0.0
+    """Standard deviation of one step's duration, as a share of it."""
+
+    def coefficients(self) -> StepCoefficients:
+        """The linear part, as policies know it."""
+        return StepCoefficients(self.a_ms, self.b_ms, self.c_ms, self.d_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """One engine on one kind of device: speed, memory, start, price, and where the figures come from."""
+
+    name: str
+    """E.g. ``h100-llama-3.1-8b-bf16``."""
+    gpu: str
+    """Kind of device, e.g. ``H100``."""
+    gpus: int
+    """Devices of one replica."""
+    model: str
+    law: StepLaw
+    kv_tokens: int
+    """KV cache of one replica."""
+    context_tokens_max: int
+    cold_start_ms: float
+    """From the wish for a replica to its readiness."""
+    usd_per_gpu_hour: float
+    source: str
+    """Where each figure comes from, and which are estimates."""
+    block_tokens: int = 16
+    running_seqs_max: int = 256
+    step_tokens_max: int = 2_048
+    request_overhead_ms: float = 0.0
+    """Time a request spends in the server outside steps before it is queued: HTTP, tokenising."""
+    first_token_overhead_ms: float = 0.0
+    """Time between the end of the step that made the first token and the first byte at the port."""
+    kv_bytes_per_token: int = 0
+    """For the transfer between prefill and decode replicas."""
+    kv_transfer_gb_s: float = 0.0
+    """Speed of that transfer, GB/s; 0: not known, transfers take no time."""
+
+    @property
+    def usd_per_hour(self) -> float:
+        """Price of one replica."""
+        return self.usd_per_gpu_hour * self.gpus
+
+
+# --- load -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """One request a client will make."""
+
+    index: int
+    """Unique in the run, grows with the order of creation."""
+    arrival_ns: int
+    prompt_tokens: int
+    """At least 1."""
+    output_tokens: int
+    """What the engine will write, at least 1."""
+    blocks: tuple[int, ...] = ()
+    """Chain hashes of the prompt's full blocks of ``block_tokens`` tokens, first block first."""
+    block_tokens: int = 512
+    """Tokens in one block; a multiple of the engine's block size."""
+    blocks_after: tuple[int, ...] = ()
+    """Chain hashes of the full blocks of prompt and output together, what the cache holds when the request is over;
+    empty: only ``blocks`` are known."""
+    output_tokens_max: int | None = None
+    tenant: str = ""
+    task: str = ""
+    """Session or agent task the request belongs to; empty: a task of its own."""
+    task_last: bool = True
+    """The task is over when this request is."""
+    stream: bool = True
+
+
+class Source(Protocol):
+    """Where requests come from. One object serves one run: it may keep state."""
+
+    name: str
+
+    def arrivals(self) -> Iterator[SimRequest]:
+        """Open-loop arrivals by growing ``arrival_ns``, made while they are read so that a million need no memory."""
+        ...
+
+    def follow_ups(self, request: SimRequest, succeeded: bool, now_ns: int) -> Sequence[SimRequest]:
+        """Requests that the end of ``request`` leads to, each with ``arrival_ns >= now_ns``: the next turn of a
+        conversation after its pause, the calls an agent makes. Empty for open-loop sources.
+        """
+        ...
+
+
+SourceFactory: TypeAlias = Callable[[Random], Source]
+"""Makes a fresh source from a stream of random numbers of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSpec:
+    """How clients behave."""
+
+    patience_ms: float | None = None
+    """Time to the first byte after which a client hangs up; ``None``: never."""
+    retries_max: int = 0
+    """Times a client repeats a request that was refused, failed or given up."""
+    retry_pause_ms: float = 1_000.0
+    """Mean pause before a repetition, drawn from half to one and a half of it; ``Retry-After`` wins where longer."""
+    abort_share: float = 0.0
+    """Share of requests whose clients leave at a random point of the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkSpec:
+    """Delays and periods between the parts, as measured or configured in the live system."""
+
+    client_ms: float = 0.2
+    """Client to gateway, one way."""
+    hop_ms: float = 0.5
+    """Gateway to replica, one way."""
+    gateway_ms: float = 1.0
+    """Work of the gateway before it routes."""
+    stats_period_ms: float = 1_000.0
+    """Period of the replicas' samples to the gateways' routers."""
+    stats_lag_ms: float = 100.0
+    """Age of a sample when a gateway gets it."""
+    report_period_ms: float = 1_000.0
+    """Period of reports to the controller; 10 % jitter."""
+    report_lag_ms: float = 5.0
+    membership_lag_ms: float = 150.0
+    """From a change of the fleet to the gateways' knowledge of it."""
+    drain_grace_ms: float = 2_000.0
+    """A leaving replica takes requests for this long; then it refuses them."""
+    drain_ms_max: float = 600_000.0
+    idle_timeout_ms: float = 600_000.0
+    """Silence of a replica after which the gateway gives it up."""
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that goes wrong, by ``kind``.
+
+    ``kill``: a replica dies and Serve replaces it; ``slow``: its steps take ``factor`` times as long for ``duration``;
+    ``freeze``: it makes no step for ``duration`` and looks healthy; ``mute``: its samples and reports stop for
+    ``duration``; ``refuse``: it refuses connections for ``duration``; ``controller``: no controller for ``duration``,
+    then a new one that knows nothing; ``gateway_blind``: gateways get no samples for ``duration``; ``start_fail``:
+    starts that begin within ``duration`` fail and are tried again.
+    """
+
+    kind: str
+    at_ns: int
+    duration_ns: int = 0
+    replica: int = 0
+    """Index into the replicas that are ready at that time, modulo their number."""
+    factor: float = 1.0
+
+
+# --- the scenario -----------------------------------------------------------------------------------------------------
+
+RouterFactory: TypeAlias = Callable[[PolicyConfig, PrefixIndex, Random], RoutingStrategy]
+"""Makes one gateway's router; ``None`` in a scenario means the live one."""
+
+ScalerFactory: TypeAlias = Callable[[PolicyConfig], Scaler]
+"""Makes the scaler of one pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Replicas of one kind. ``role``: ``both``, or ``prefill`` and ``decode`` of a split fleet."""
+
+    profile: EngineProfile
+    replicas: int
+    """Ready at the start."""
+    role: str = "both"
+    ongoing_max: int | None = None
+    """Serve's ``max_ongoing_requests``: a replica with as many refuses more, and routers that respect it wait."""
+    scaler: ScalerFactory | None = None
+    """``None``: the number is fixed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything one run needs. ``seed`` is split into one stream per part, so that changing one part (a router, a
+    fault) leaves the load of the others as it was.
+    """
+
+    name: str
+    source: SourceFactory
+    pools: tuple[Pool, ...]
+    """One pool, or a ``prefill`` and a ``decode`` pool."""
+    seed: int
+    config: PolicyConfig = field(default_factory=PolicyConfig)
+    gateways: int = 2
+    router: RouterFactory | None = None
+    clients: ClientSpec = field(default_factory=ClientSpec)
+    network: NetworkSpec = field(default_factory=NetworkSpec)
+    faults: tuple[Fault, ...] = ()
+    duration_ns: int | None = None
+    """Arrivals after this time are not made; ``None``: all the source has. The run ends when everything is answered."""
+    drain_ns_max: int = 3_600_000_000_000
+    """Longest time after the last arrival: what is open then counts as lost."""
+    local_rule: (
+        Callable[[Mapping[str, object] | None, int, tuple[int, int], float | None, int], tuple[int, str]] | None
+    ) = None
+    """Serve's side without a plan (``deployments.scaling.decide``); ``None``: the number stays."""
+    learn: bool = True
+    """Replicas learn their step model online as live ones do; else they report the law's linear part."""
+
+    def with_seed(self, seed: int) -> Scenario:
+        """The same scenario with other random numbers."""
+        return replace(self, seed=seed)
