@@ -1,0 +1,268 @@
+"""The lines of a recording, what each holds, and how a file of them is read.
+
+A recording is a folder of JSONL files. Each process that records (a gateway, one life of the controller) is a *writer*
+with files of its own, numbered from 0; every file begins with the same header but for its number. Lines are in the
+order in which things happened to their writer::
+
+    {"kind": "header", ...}             first line of every file
+    {"kind": "request", ...}            gateway: one request that ended
+    {"kind": "replica", "at_ns", ...}   controller: a replica's report as received; "gateway", "fleet" likewise
+    {"kind": "tick", "at_ns", ...}      controller: one tick, its wishes and the decisions it made
+    {"kind": "dropped", "lines": n}     n lines are missing here: the writer's queue was full or its disk was
+    {"kind": "end"}                     the writer ended in order
+
+Times of gateways are ns since their header's ``started_ns``; times of the controller are its own monotonic clock, which
+is what its decisions were made with. The wall clock stands in headers only, to lay writers beside each other.
+
+A last line that was cut (a crash, a full disk) is left out with a warning; anything else that is not a line of this
+schema raises :class:`RecordingError` with file and line. It must not hold a prompt's text: sizes and hashes only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from autoscaling.simulator.codec import Blocks, CodecError, Plain, decode, dumps, encode
+from policies.config import PolicyConfig
+from policies.types import Decision, FleetView, GatewayReport, ReplicaReport
+
+FORMAT = "tidegate-recording"
+VERSION = 1
+
+
+class RecordingError(ValueError):
+    """A recording cannot be read; the message has file, line and what is wrong."""
+
+    def __init__(self, file: str, line: int | None, why: str) -> None:
+        super().__init__(f"{file}:{line}: {why}" if line is not None else f"{file}: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Who wrote a file, when, with which code and configuration."""
+
+    format: str
+    version: int
+    source: str
+    """``gateway`` or ``controller``."""
+    name: str
+    """The gateway's replica id, or the controller's epoch."""
+    file: int
+    """Number of this file in its writer's life, from 0."""
+    started_ns: int
+    """Monotonic clock of the writer when its recording began."""
+    started_unix_ns: int
+    """Wall clock at the same moment."""
+    code: str
+    """Digest of the sources that decide (``policies/``, ``autoscaling/``)."""
+    model: str
+    gateways: int
+    replicas: int
+    """Replicas the fleet starts with."""
+    report_period_ms: float
+    drain_ms_max: float
+    config: PolicyConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLine:
+    """One request that ended at a gateway. ``None``: not known."""
+
+    arrival_ns: int
+    """Since the header's ``started_ns``."""
+    endpoint: str
+    stream: bool
+    tenant: str
+    task: str
+    """Session or agent task; empty: none was told."""
+    prompt_tokens: int | None
+    """The engine's count."""
+    prompt_tokens_estimate: int
+    """What the gateway routed with."""
+    prompt_bytes: int
+    output_tokens: int
+    """The engine's count; where it did not say, one per event of the stream."""
+    output_tokens_max: int | None
+    cached_tokens: int | None
+    blocks: Blocks
+    block_tokens: int
+    """Estimated tokens of one block when the request came."""
+    ttft_ms: float | None
+    """Arrival to the first byte from the replica; ``None``: there was none."""
+    e2e_ms: float
+    outcome: str
+    reason: str
+    replica: str
+    """The last one it was sent to; empty: none."""
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLine:
+    """A replica's report as the controller received it."""
+
+    at_ns: int
+    report: ReplicaReport
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLine:
+    """A gateway's report as the controller received it."""
+
+    at_ns: int
+    report: GatewayReport
+
+
+@dataclass(frozen=True, slots=True)
+class FleetLine:
+    """Serve's word as the controller received it."""
+
+    at_ns: int
+    view: FleetView
+
+
+@dataclass(frozen=True, slots=True)
+class TickLine:
+    """One tick. Wishes are those before the mode was applied, so that shadow mode is recorded in full."""
+
+    at_ns: int
+    tick: int
+    failed: str
+    """Type and words of the exception that ended it; empty: none."""
+    replicas_target: int | None
+    affinity_strength: float | None
+    conditions: tuple[str, ...]
+    """Names of the active ones."""
+    decisions: tuple[Decision, ...]
+    """New entries of the ledger."""
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedLine:
+    """Lines that are missing here."""
+
+    lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndLine:
+    """The writer ended in order."""
+
+
+Line: TypeAlias = Header | RequestLine | ReplicaLine | GatewayLine | FleetLine | TickLine | DroppedLine | EndLine
+
+_KINDS: Mapping[str, type[Any]] = MappingProxyType(
+    {
+        "header": Header,
+        "request": RequestLine,
+        "replica": ReplicaLine,
+        "gateway": GatewayLine,
+        "fleet": FleetLine,
+        "tick": TickLine,
+        "dropped": DroppedLine,
+        "end": EndLine,
+    }
+)
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_OF_SOURCE = {
+    "gateway": frozenset({RequestLine, DroppedLine, EndLine}),
+    "controller": frozenset({ReplicaLine, GatewayLine, FleetLine, TickLine, DroppedLine, EndLine}),
+}
+
+
+def to_text(line: Line) -> str:
+    """``line`` as it stands in a file, without the line break."""
+    return dumps({"kind": _NAMES[type(line)], **encode(line)})
+
+
+def from_text(text: str) -> Line:
+    """The line that ``text`` holds.
+
+    Raises:
+        CodecError: it is JSON, but not a line of this schema.
+        json.JSONDecodeError: it is not JSON.
+    """
+    plain = json.loads(text)
+    if not isinstance(plain, dict):
+        raise CodecError("", "must be an object")
+    return _line_of(plain)
+
+
+def _line_of(plain: dict[str, Plain]) -> Line:
+    name = plain.pop("kind", None)
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise CodecError("kind", f"{name!r} is not one of {', '.join(_KINDS)}")
+    if kind is Header and (plain.get("format"), plain.get("version")) != (FORMAT, VERSION):
+        found = f"{plain.get('format')!r} version {plain.get('version')!r}"
+        raise CodecError("", f"{found} cannot be read; this is {FORMAT!r} version {VERSION}")
+    decoded: Line = decode(kind, plain)
+    return decoded
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A line and where it stands."""
+
+    file: str
+    number: int
+    line: Line
+
+
+def read_lines(lines: Iterable[str], file: str, warn: Callable[[str], None]) -> Iterator[Numbered]:
+    """The lines of one file, the header first.
+
+    ``lines`` carry their line breaks. ``warn`` is told of a last line that was cut and of an empty file.
+
+    Raises:
+        RecordingError: the file is not a recording, or a line is not what it should be.
+    """
+    header: Header | None = None
+    for number, text, last in _with_last(lines):
+        if last and not text.endswith("\n"):
+            warn(f"{file}:{number}: the last line was cut and is left out")
+            break
+        try:
+            line = from_text(text)
+        except json.JSONDecodeError as error:
+            raise RecordingError(file, number, f"not JSON: {error.msg} at column {error.colno}") from None
+        except RecursionError:
+            raise RecordingError(file, number, "nested too deeply") from None
+        except CodecError as error:
+            raise RecordingError(file, number, str(error)) from None
+        header = _check_place(line, header, file, number)
+        yield Numbered(file, number, line)
+    if header is None:
+        warn(f"{file}: empty, nothing was recorded in it")
+
+
+def _check_place(line: Line, header: Header | None, file: str, number: int) -> Header:
+    if header is None:
+        if not isinstance(line, Header):
+            raise RecordingError(file, number, "the first line is not a header: this is no file of a recording")
+        if line.source not in _OF_SOURCE:
+            raise RecordingError(file, number, f"source: {line.source!r} must be 'gateway' or 'controller'")
+        return line
+    if type(line) not in _OF_SOURCE[header.source]:
+        raise RecordingError(file, number, f"kind: {_NAMES[type(line)]!r} does not belong to a {header.source}")
+    return header
+
+
+def _with_last(lines: Iterable[str]) -> Iterator[tuple[int, str, bool]]:
+    """Number, text, and whether it is the last; blank lines are left out."""
+    held: tuple[int, str] | None = None
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        if held is not None:
+            yield (*held, False)
+        held = (number, text)
+    if held is not None:
+        yield (*held, True)
