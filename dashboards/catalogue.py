@@ -65,7 +65,7 @@ LABELS: Mapping[str, Label] = MappingProxyType(
             Label("knob", 3, "Engine setting in force: running_seqs_max, step_tokens_max, speculative_depth."),
             Label("kind", 3, "Who reports to the controller: replica, gateway, fleet."),
             Label("state", 3, "running and target as Serve says, known as reports say."),
-            Label("result", 2, "ok or failed."),
+            Label("result", 2, "ok or failed; of lines to be recorded: ok or dropped."),
         )
     }
 )
@@ -149,11 +149,15 @@ _GATEWAY_METRICS: tuple[Metric, ...] = (
     _gateway("routed_total", _COUNTER, "Routing choices, by reason.", "reason"),
     _gateway("plan_age_seconds", _GAUGE, "Age of the plan this gateway acts on; NaN before the first.", unit="seconds"),
     _gateway("prefix_index_blocks", _GAUGE, "Blocks in the prefix index.", unit="blocks"),
+    _gateway("recording_lines_total", _COUNTER, "Lines of this gateway's recording, written or dropped.", "result"),
 )
 
 _CONTROL_METRICS: tuple[Metric, ...] = (
     _control("control_ticks_total", _COUNTER, "Ticks of the control loop.", "result"),
     _control("control_tick_seconds", _HISTOGRAM, "Duration of one tick.", unit="seconds"),
+    _control(
+        "control_recording_lines_total", _COUNTER, "Lines of the controller's recording, written or dropped.", "result"
+    ),
     _control("control_plan_seq", _GAUGE, "Sequence number of the last plan of this controller's life."),
     _control("control_decisions_total", _COUNTER, "Entries written to the ledger.", "lever", "reason", "acted"),
     _control("control_condition_active", _GAUGE, "1 while a named condition holds.", "condition"),

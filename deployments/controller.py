@@ -22,9 +22,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoscaling.recommend import ReplicaScaler
+from autoscaling.simulator.recorded import FleetLine, GatewayLine, Line, ReplicaLine, failed_tick_line, tick_line
 from dashboards.catalogue import Source
 from deployments import control_view
 from deployments.clock import now_ns
+from deployments.recording import open_recorder
 from deployments.settings import Settings
 from deployments.telemetry import Telemetry
 from policies.build import build_control
@@ -54,9 +56,10 @@ class Controller:
     def __init__(self, args: Mapping[str, Any], on_broken: Callable[[], None]) -> None:
         self.epoch = uuid.uuid4().hex
         """Identifies this life."""
-        config = Settings.load(args).policy_config()
-        self._config = config
+        settings = Settings.load(args)
+        self._config = config = settings.policy_config()
         self._control = build_control(config, ReplicaScaler(config), self.epoch)
+        self._recorder = open_recorder(settings, "controller", self.epoch)
         self._on_broken = on_broken
         self._telemetry = Telemetry(Source.CONTROLLER)
         self._gateways: OrderedDict[str, Sampled[GatewayReport]] = OrderedDict()
@@ -79,6 +82,8 @@ class Controller:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
 
     async def _run(self) -> None:
         period_ns = int(self._config.control.tick_ms * 1e6)
@@ -92,7 +97,7 @@ class Controller:
         """One tick now. Never raises."""
         started_ns = now_ns()
         try:
-            result = tick(self._control, started_ns)
+            result = self._decide(started_ns)
             self._took(result, started_ns)
         except Exception:
             self._telemetry["tidegate_control_ticks_total"].inc(result="failed")
@@ -106,12 +111,28 @@ class Controller:
         self._telemetry["tidegate_control_ticks_total"].inc(result="ok")
         self._telemetry["tidegate_control_tick_seconds"].observe((now_ns() - started_ns) / 1e9)
 
+    def _decide(self, at_ns: int) -> TickResult:
+        try:
+            result = tick(self._control, at_ns)
+        except Exception as error:
+            self._record(failed_tick_line(error, self._control.ticks, at_ns))
+            raise
+        self._record(tick_line(result, at_ns))
+        return result
+
+    def _record(self, line: Line) -> None:
+        if self._recorder is not None:
+            self._recorder.put(line)
+
     def _took(self, result: TickResult, at_ns: int) -> None:
         self._last = result
         for decision in result.decisions:
             logger.info(control_view.in_words(decision))
         self._forget_gateways(at_ns)
         control_view.update_telemetry(self._telemetry, result, self._config.objectives.quantile)
+        if self._recorder is not None:
+            for word, lines in zip(("ok", "dropped"), self._recorder.take_counts(), strict=True):
+                self._telemetry["tidegate_control_recording_lines_total"].inc(lines, result=word)
 
     def _forget_gateways(self, at_ns: int) -> None:
         forget_after_ms = self._config.control.forget_after_ms
@@ -127,13 +148,16 @@ class Controller:
 
     def report_replica(self, report: ReplicaReport) -> Plan | None:
         """Take a replica's report; the current plan is the answer."""
-        if self._control.receive_replica(report, now_ns()):
+        received_ns = now_ns()
+        self._record(ReplicaLine(received_ns, report))
+        if self._control.receive_replica(report, received_ns):
             control_view.count_report(self._telemetry, report)
         return self.plan
 
     def report_gateway(self, report: GatewayReport) -> Plan | None:
         """Take a gateway's report; the current plan is the answer."""
         received_ns = now_ns()
+        self._record(GatewayLine(received_ns, report))
         self._control.receive_gateway(report, received_ns)
         self._gateways[report.gateway_id] = Sampled(report, received_ns)
         self._gateways.move_to_end(report.gateway_id)
@@ -148,6 +172,7 @@ class Controller:
         """
         received_ns = now_ns()
         fleet = FleetView(**view)
+        self._record(FleetLine(received_ns, fleet))
         self._fleet = Sampled(fleet, received_ns)
         self._control.receive_fleet(fleet, received_ns)
         return control_view.wire_plan(self.plan) if self.plan is not None else None

@@ -18,6 +18,7 @@ from deployments.endpoints import Endpoint
 from deployments.membership import EMPTY_CHOICE, Membership, RouteCall
 from deployments.meter import Meter
 from deployments.prompt import BlockSizes, ParsedBody, TokenRatio, parse_body
+from deployments.recording import open_recorder
 from deployments.serve_internals import (
     NoReplicaError,
     current_replicas,
@@ -52,6 +53,8 @@ class GatewayCore:
         self.drivers: set[RequestDriver] = set()
         """Open requests; admission bounds how many."""
         self.pool = ConnectionPool(settings.gateway.connect_timeout_ms)
+        self.recorder = open_recorder(settings, "gateway", gateway_id)
+        """``None``: nothing is recorded."""
         self._loop = asyncio.get_running_loop()
         self._handle = engine
         self._attached = False
@@ -64,6 +67,8 @@ class GatewayCore:
         self._sweeper.cancel()
         await asyncio.gather(self._sweeper, return_exceptions=True)
         self.pool.close()
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.close)
 
     def check_loop(self) -> None:
         """Raise when the caller runs on another loop than the policies live on."""

@@ -21,6 +21,7 @@ from deployments.clock import now_ns
 from deployments.endpoints import Endpoint
 from deployments.errors import ERROR_BODY_BYTES_MAX, GatewayError, engine_error
 from deployments.gate import GATE_HEADER, REFUSED_HEADER
+from deployments.recording import request_line
 from deployments.relay import ERROR_KEY, Exchange, Tail, first_event_error, has_stream_error, usage_of
 from deployments.upstream import ReplicaUnreachableError, UpstreamBrokenError
 from policies.events import (
@@ -368,6 +369,20 @@ class RequestDriver:
         core.meter.ended(request.endpoint, finish, e2e_ns, usage, output_tokens, request.prompt_tokens)
         if usage.prompt_tokens and self._endpoint.prompt_weight == 1:
             core.ratio.observe(self._prompt_bytes, usage.prompt_tokens)
+        if core.recorder is not None:
+            recorded = request_line(
+                core.recorder.header.started_ns,
+                request,
+                self._prompt_bytes,
+                finish,
+                usage,
+                output_tokens,
+                self._first_byte_ns,
+                e2e_ns,
+                self.flow.replica_id,
+                self.flow.attempts,
+            )
+            core.recorder.put(recorded)
         if not logger.isEnabledFor(logging.INFO):
             return
         ttft_ms = (self._first_byte_ns - request.arrival_ns) / 1e6 if self._first_byte_ns else None

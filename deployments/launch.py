@@ -30,6 +30,7 @@ from deployments.cluster import NotReadyError, Ports, RefusedError, ServeApi, st
 from deployments.config_file import IMPORT_PATH, check_config, load_yaml
 from deployments.preflight import Finding, Level, Needs, judge, measure, packages_for
 from deployments.progress import Progress, Step
+from deployments.recording import check_folder
 from deployments.run_state import Identity, RunState
 from deployments.settings import Settings, SettingsError
 
@@ -88,7 +89,12 @@ def read_plan(config_file: Path, ports: Ports) -> Plan:
 
 
 def examine(plan: Plan) -> list[Finding]:
-    """Look at the machine and return what stands in the way of ``plan``."""
+    """Look at the machine and return what stands in the way of ``plan``.
+
+    Raises:
+        SettingsError: the folder of the recording cannot be written.
+    """
+    check_folder(plan.settings)
     needs = Needs(plan.settings, plan.ports.listed(), packages_for(plan.settings))
     return judge(measure(needs, Path(run_state.TEMP_ROOT)), needs)
 

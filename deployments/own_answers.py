@@ -78,6 +78,9 @@ class OwnAnswers:
         telemetry["tidegate_queued_requests"].set(core.queued)
         telemetry["tidegate_plan_age_seconds"].set(None if age_ms is None else age_ms / 1_000)
         telemetry["tidegate_prefix_index_blocks"].set(len(core.policies.index))
+        if core.recorder is not None:
+            for result, lines in zip(("ok", "dropped"), core.recorder.take_counts(), strict=True):
+                telemetry["tidegate_recording_lines_total"].inc(lines, result=result)
         return Answer(telemetry.render(), content_type=CONTENT_TYPE)
 
     def _card(self) -> dict[str, Any]:

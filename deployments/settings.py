@@ -40,6 +40,7 @@ __all__ = [
     "FaultSettings",
     "GatewaySettings",
     "ModelSettings",
+    "RecordingSettings",
     "Settings",
     "SettingsError",
 ]
@@ -184,6 +185,24 @@ class GatewaySettings(_Strict):
     """Seed of the router's tie-breaks."""
 
 
+class RecordingSettings(_Strict):
+    """What gateways and the controller write down for ``replay``: sizes, times, hashes and reports, never text."""
+
+    folder: str | None = Field(default=None, min_length=1, max_length=4_096)
+    """Absolute path on each host; off when absent."""
+    file_bytes_max: int = Field(default=64_000_000, ge=10_000)
+    """A file is closed at this size and the next one begun."""
+    files_max: int = Field(default=8, ge=2, le=10_000)
+    """Files kept of all gateways of a host together, and as many of its controllers; the oldest goes."""
+
+    @field_validator("folder")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        if value is not None and (not value.startswith("/") or "\0" in value):
+            raise ValueError("must be an absolute path: processes of Ray have working folders of their own")
+        return value
+
+
 class Settings(_Strict):
     """The whole application. Sections are those of serve_config.yaml's ``args``."""
 
@@ -197,6 +216,7 @@ class Settings(_Strict):
     affinity: AffinityConfig = Field(default_factory=AffinityConfig)
     scaling: ScalingConfig = Field(default_factory=ScalingConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)
+    recording: RecordingSettings = Field(default_factory=RecordingSettings)
 
     @classmethod
     def load(cls, args: Mapping[str, Any] | None, elsewhere: Iterable[str] = ()) -> Self:
@@ -254,6 +274,11 @@ def _switched_off(settings: Settings) -> list[str]:
             not settings.affinity.enabled and settings.affinity != AffinityConfig(enabled=False),
             "affinity",
             "affinity.enabled is false",
+        ),
+        (
+            settings.recording.folder is None and settings.recording != RecordingSettings(),
+            "recording",
+            "recording.folder is not set",
         ),
     ]
     return [f"{path}: has no effect because {why}; remove it or change that" for wrong, path, why in checks if wrong]

@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 
 from autoscaling.simulator.codec import Blocks, CodecError, Plain, decode, dumps, encode
 from policies.config import PolicyConfig
+from policies.control.loop import TickResult
 from policies.types import Decision, FleetView, GatewayReport, ReplicaReport
 
 FORMAT = "tidegate-recording"
@@ -172,6 +173,24 @@ _OF_SOURCE = {
     "gateway": frozenset({RequestLine, DroppedLine, EndLine}),
     "controller": frozenset({ReplicaLine, GatewayLine, FleetLine, TickLine, DroppedLine, EndLine}),
 }
+
+
+def tick_line(result: TickResult, at_ns: int) -> TickLine:
+    """What is recorded of a tick at ``at_ns``."""
+    return TickLine(
+        at_ns=at_ns,
+        tick=result.plan.seq,
+        failed="",
+        replicas_target=result.adaptation.replicas_target,
+        affinity_strength=result.adaptation.affinity_strength,
+        conditions=tuple(c.name for c in result.conditions if c.active),
+        decisions=result.decisions,
+    )
+
+
+def failed_tick_line(error: Exception, tick: int, at_ns: int) -> TickLine:
+    """What is recorded of a tick that raised ``error``."""
+    return TickLine(at_ns, tick, f"{type(error).__name__}: {error}", None, None, (), ())
 
 
 def to_text(line: Line) -> str:
