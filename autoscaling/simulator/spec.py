@@ -6,6 +6,8 @@ value: the same scenario gives the same run, byte for byte, whatever ``PYTHONHAS
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -45,6 +47,22 @@ class StepLaw:
         """The linear part, as policies know it."""
         return StepCoefficients(self.a_ms, self.b_ms, self.c_ms, self.d_ms)
 
+    def batch_ms(self, running: int) -> float:
+        """The part of a step that depends on its number of sequences alone, in ms, never negative."""
+        points = self.batch
+        if not points:
+            return self.a_ms + self.b_ms * running
+        if len(points) == 1 or running <= points[0][0]:
+            return points[0][1]
+        i = min(bisect_left(points, (running, -math.inf)), len(points) - 1)
+        (x0, y0), (x1, y1) = points[i - 1], points[i]
+        return max(0.0, y0 + (y1 - y0) * (running - x0) / (x1 - x0))
+
+    def step_ms(self, running: int, kv_tokens: int, prefill_tokens: int = 0, pairs: float = 0.0) -> float:
+        """Duration of a step in ms without jitter; ``kv_tokens`` is the context its sequences had when it began."""
+        prefill_ms = self.d_ms * prefill_tokens + self.e_ms * pairs / 1e6
+        return self.batch_ms(running) + self.c_ms * kv_tokens / 1000 + prefill_ms
+
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
@@ -77,6 +95,14 @@ class EngineProfile:
     """For the transfer between prefill and decode replicas."""
     kv_transfer_gb_s: float = 0.0
     """Speed of that transfer, GB/s; 0: not known, transfers take no time."""
+    prefix_cache: bool = True
+    """vLLM's ``enable_prefix_caching``."""
+    reserve_full_prompt: bool = True
+    """A request is admitted only when its whole prompt fits into the free KV blocks, not just the first chunk: vLLM's
+    ``scheduler_reserve_full_isl``, on by default in 0.29."""
+    async_scheduling: bool = False
+    """Steps are composed while the one before runs, so that what arrives or ends in a step counts from the next but
+    one: vLLM's default on GPUs, off on CPUs."""
 
     @property
     def usd_per_hour(self) -> float:
@@ -171,7 +197,13 @@ class NetworkSpec:
     """A leaving replica takes requests for this long; then it refuses them."""
     drain_ms_max: float = 600_000.0
     idle_timeout_ms: float = 600_000.0
-    """Silence of a replica after which the gateway gives it up."""
+    """Silence of a replica within an answer after which the gateway gives it up."""
+    first_byte_timeout_ms: float = 600_000.0
+    """Time from a dispatch to the first byte after which the gateway gives it up."""
+    health_period_ms: float = 5_000.0
+    """Serve's health check: a dead replica is noticed at the next one."""
+    stuck_after_ms: float = 30_000.0
+    """A replica with work that makes no step for this long says it is stuck; Serve replaces it after three checks."""
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -240,6 +272,10 @@ class Scenario:
     """Arrivals after this time are not made; ``None``: all the source has. The run ends when everything is answered."""
     drain_ns_max: int = 3_600_000_000_000
     """Longest time after the last arrival: what is open then counts as lost."""
+    settle_ns: int = 0
+    """The run goes on for this long after everything is answered, so that the fleet can settle."""
+    start_spread_share: float = 0.0
+    """Cold starts are drawn from ``cold_start_ms`` times 1 minus to 1 plus this share."""
     local_rule: (
         Callable[[Mapping[str, object] | None, int, tuple[int, int], float | None, int], tuple[int, str]] | None
     ) = None
