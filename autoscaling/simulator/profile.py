@@ -109,6 +109,10 @@ def _value(value: Any, field: Field[Any], name: str, prefix: str) -> Any:
         if not isinstance(value, str) or not value.strip():
             raise ProfileError(name, path, f"must be a text that is not empty, is {_shown(value)}")
         return value
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise ProfileError(name, path, f"must be true or false, is {_shown(value)}")
+        return value
     if kind not in ("int", "float"):
         return value
     if isinstance(value, bool) or not isinstance(value, int if kind == "int" else int | float):
