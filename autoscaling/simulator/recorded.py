@@ -219,8 +219,24 @@ def _line_of(plain: dict[str, Plain]) -> Line:
     if kind is Header and (plain.get("format"), plain.get("version")) != (FORMAT, VERSION):
         found = f"{plain.get('format')!r} version {plain.get('version')!r}"
         raise CodecError("", f"{found} cannot be read; this is {FORMAT!r} version {VERSION}")
+    if kind is Header:
+        plain["config"] = _with_defaults(plain.get("config"))
     decoded: Line = decode(kind, plain)
     return decoded
+
+
+def _with_defaults(config: Plain) -> Plain:
+    """Settings that are younger than the recording have their defaults."""
+    if not isinstance(config, dict):
+        return config
+    defaults: dict[str, dict[str, Plain]] = encode(PolicyConfig())
+    return {
+        **config,
+        **{
+            family: {**values, **config[family]} if isinstance(config.get(family), dict) else config.get(family, values)
+            for family, values in defaults.items()
+        },
+    }
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
