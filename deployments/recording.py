@@ -136,7 +136,6 @@ class Recorder:
         if last:
             lines.append(EndLine())
         try:
-            self._open()
             if self._lost:
                 lines.insert(0, DroppedLine(self._lost))
                 self._lost = 0
@@ -154,7 +153,7 @@ class Recorder:
         """Write ``lines``, over as many files as they need; those the disk does not take are counted."""
         left, batch = deque(lines), deque[Line]()
         try:
-            while left:
+            while True:
                 file, texts, size = self._open(), [], self._file_bytes
                 while left and size < self._settings.file_bytes_max:
                     batch.append(left.popleft())
@@ -170,6 +169,8 @@ class Recorder:
                 self._file_bytes = size
                 if size >= self._settings.file_bytes_max:
                     self._close_file()
+                if not left:
+                    return
         except OSError:
             missing = (*batch, *left)
             self._count(dropped=sum(not isinstance(line, DroppedLine | EndLine) for line in missing))
