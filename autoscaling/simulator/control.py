@@ -1,0 +1,89 @@
+"""The controller of one pool: a driver of the live ``build_control`` and ``control.loop.tick``.
+
+It ticks on a fixed grid from the begin of its life, answers every report with its last plan (``None`` before its first
+tick), and can be killed: reports then go nowhere, plans grow old, and everyone falls back to the local rule. Its
+successor has a new epoch and knows nothing.
+
+What this must not do: decide.
+"""
+
+from __future__ import annotations
+
+from autoscaling.simulator.context import Context, ns
+from autoscaling.simulator.spec import Pool
+from policies.build import build_control
+from policies.control.loop import ControlState, tick
+from policies.control.scaler import ScaleAdvice
+from policies.control.signals import Signals
+from policies.types import Decision, FleetView, GatewayReport, Plan, Reason, ReplicaReport
+
+
+class Unscaled:
+    """The ``Scaler`` of a pool whose number of replicas is fixed: no opinion."""
+
+    def recommend(self, signals: Signals, now_ns: int) -> ScaleAdvice:  # noqa: ARG002 - the protocol's arguments
+        """Leave the number alone."""
+        return ScaleAdvice(None, Reason("Fixed", "the number of replicas is fixed"))
+
+
+class Controller:
+    """See the module. ``decisions`` of all lives are appended to the list that is passed in."""
+
+    def __init__(self, ctx: Context, pool: Pool, index: int, decisions: list[Decision]) -> None:
+        self._ctx = ctx
+        self._pool = pool
+        self._index = index
+        self._decisions = decisions
+        self._tick_ns = ns(ctx.scenario.config.control.tick_ms)
+        self._state: ControlState | None = None
+        self._plan: Plan | None = None
+        self._life = 0
+
+    def begin(self, now_ns: int) -> None:
+        """A new life."""
+        self._life += 1
+        config = self._ctx.scenario.config
+        scaler = self._pool.scaler(config) if self._pool.scaler is not None else Unscaled()
+        self._state = build_control(config, scaler, f"pool{self._index}-life{self._life}")
+        self._plan = None
+        self._ctx.queue.at(now_ns + self._tick_ns, self._on_tick, self._life)
+
+    def kill(self) -> None:
+        """The process is gone."""
+        self._state = self._plan = None
+        self._life += 1
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is one."""
+        return self._state is not None
+
+    def receive_replica(self, report: ReplicaReport, now_ns: int) -> Plan | None:
+        """Take a replica's report; the current plan is the answer."""
+        if self._state is not None:
+            self._state.receive_replica(report, now_ns)
+        return self._plan
+
+    def receive_gateway(self, report: GatewayReport, now_ns: int) -> Plan | None:
+        """Take a gateway's report; the current plan is the answer."""
+        if self._state is not None:
+            self._state.receive_gateway(report, now_ns)
+        return self._plan
+
+    def receive_fleet(self, view: FleetView, now_ns: int) -> Plan | None:
+        """Take Serve's numbers; the current plan is the answer."""
+        if self._state is not None:
+            self._state.receive_fleet(view, now_ns)
+        return self._plan
+
+    def _on_tick(self, now_ns: int, life: int) -> None:
+        state = self._state
+        if state is None or life != self._life:
+            return
+        result = tick(state, now_ns)
+        self._plan = result.plan
+        self._decisions.extend(result.decisions)
+        self._ctx.counters["ticks"] += 1
+        if self._ctx.observer is not None:
+            self._ctx.observer.tick(now_ns, self._index, result)
+        self._ctx.queue.at(now_ns + self._tick_ns, self._on_tick, life)

@@ -1,0 +1,83 @@
+"""Small worlds for tests: an engine profile, sources, scenarios."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from autoscaling.simulator.spec import EngineProfile, Pool, Scenario, SimRequest, StepLaw
+
+SECOND = 1_000_000_000
+
+PROFILE = EngineProfile(
+    name="test",
+    gpu="none",
+    gpus=2,
+    model="m",
+    law=StepLaw(8.0, 0.05, 0.02, 0.01),
+    kv_tokens=100_000,
+    context_tokens_max=8_192,
+    cold_start_ms=10_000.0,
+    usd_per_gpu_hour=3.0,
+    source="made up for tests",
+)
+
+
+class Poisson:
+    """Open-loop arrivals at ``rate_ps`` for ``seconds``."""
+
+    def __init__(self, rng: Random, rate_ps: float, seconds: float, prompt: int = 500, output: int = 50) -> None:
+        self.name = "poisson"
+        self._rng, self._rate_ps, self._seconds = rng, rate_ps, seconds
+        self._prompt, self._output = prompt, output
+
+    def arrivals(self) -> Iterator[SimRequest]:
+        at_s, i, rng = 0.0, 0, self._rng
+        while True:
+            at_s += rng.expovariate(self._rate_ps)
+            if at_s >= self._seconds:
+                return
+            prompt = rng.randint(1, 2 * self._prompt)
+            family = rng.randrange(20)
+            blocks = tuple(family * 1_000_000 + n + (i * 1_000 if n > 4 else 0) for n in range(prompt // 64))
+            output = rng.randint(1, 2 * self._output)
+            yield SimRequest(i, round(at_s * SECOND), prompt, output, blocks, 64, output_tokens_max=4 * self._output)
+            i += 1
+
+    def follow_ups(self, request: SimRequest, succeeded: bool, now_ns: int) -> Sequence[SimRequest]:
+        return ()
+
+
+class Listed:
+    """Given requests, and for each index the requests that its end leads to."""
+
+    name = "listed"
+
+    def __init__(self, requests: Sequence[SimRequest], after: dict[int, list[SimRequest]] | None = None) -> None:
+        self._requests, self._after = requests, after or {}
+
+    def arrivals(self) -> Iterator[SimRequest]:
+        return iter(self._requests)
+
+    def follow_ups(self, request: SimRequest, succeeded: bool, now_ns: int) -> Sequence[SimRequest]:
+        return [replace(r, arrival_ns=now_ns + r.arrival_ns) for r in self._after.get(request.index, ())]
+
+
+def poisson(rate_ps: float = 10.0, seconds: float = 20.0, replicas: int = 2, **more: Any) -> Scenario:
+    """A scenario with one pool of ``replicas`` under a steady load."""
+    pool = more.pop("pool", Pool(more.pop("profile", PROFILE), replicas))
+    prompt, output = more.pop("prompt", 500), more.pop("output", 50)
+    pools = more.pop("pools", (pool,))
+    return Scenario(
+        name="test",
+        source=lambda rng: Poisson(rng, rate_ps, seconds, prompt, output),
+        pools=pools,
+        seed=more.pop("seed", 1),
+        **more,
+    )
+
+
+def listed(requests: Sequence[SimRequest], after: dict[int, list[SimRequest]] | None = None, **more: Any) -> Scenario:
+    """A scenario of given requests."""
+    pools = more.pop("pools", (Pool(more.pop("profile", PROFILE), more.pop("replicas", 1)),))
+    return Scenario("test", lambda _: Listed(requests, after), pools, more.pop("seed", 1), **more)
