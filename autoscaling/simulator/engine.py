@@ -137,6 +137,7 @@ class SimEngine:
         self._run_until(now_ns)
         if job.aborted or job.phase is Phase.OVER:
             return
+        job.output_done = self._output_done(job, now_ns)
         job.aborted = True
         self._aborted += 1
         if job.phase is Phase.WAITING:
@@ -148,7 +149,6 @@ class SimEngine:
             elif job is self._waiting[0]:
                 self._retry(now_ns)
             return
-        job.output_done = self._output_done(job, now_ns)
         self._doomed.append(job)
         self._cut(now_ns, 1)
 
@@ -397,7 +397,8 @@ class SimEngine:
         self._decoding -= 1
         self._context -= shift
         job.computed = shift + self._step
-        job.output_done = self._step - job.counter_shift
+        if not job.aborted:
+            job.output_done = self._step - job.counter_shift
 
     def _finish(self, job: Job, at_ns: int) -> None:
         """A job has its last token: its blocks stay findable, with those of its output where their hashes are known."""
