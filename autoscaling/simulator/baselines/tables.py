@@ -3,17 +3,30 @@
 ``ROUTERS`` maps a name to the factory of one gateway's router; ``None`` is the live router. Ray's prefix tree is shared
 by all routers of a deployment: :func:`router_for_run` makes a factory whose routers share one, and is what a run with
 several gateways should use; the entry in ``ROUTERS`` gives each gateway a tree of its own.
+
+``SCALERS`` maps a name to the factory of one pool's scaler with its project's defaults; ``None`` is a fixed number. The
+``dynamo_load`` there learns engines from the replicas' step models; ``dynamo.dynamo_scaler`` takes a profile and a
+role.
+
+:func:`as_users_run_it` is the configuration of a run with a baseline: none of Tidegate's own loops acts on engines or
+routing, and vLLM keeps its start-up batch settings.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
+from autoscaling.recommend import ReplicaScaler
 from autoscaling.simulator.baselines.cache_aware import CacheAware
+from autoscaling.simulator.baselines.dynamo import dynamo_scaler
 from autoscaling.simulator.baselines.hash_ring import ConsistentHashing
+from autoscaling.simulator.baselines.hpa import HpaScaler
+from autoscaling.simulator.baselines.kpa import KpaScaler
 from autoscaling.simulator.baselines.load_routers import LeastTokens, PowerOfTwo, RandomChoice, RoundRobin
 from autoscaling.simulator.baselines.ray_prefix import RayPrefixAffinity, SharedTree
-from autoscaling.simulator.spec import RouterFactory
+from autoscaling.simulator.baselines.ray_serve import RayServeScaler
+from autoscaling.simulator.spec import RouterFactory, ScalerFactory
 from policies.config import PolicyConfig
 from policies.routing.prefix_index import PrefixIndex
 from policies.routing.strategy import RoutingStrategy
@@ -77,3 +90,21 @@ def router_for_run(name: str) -> RouterFactory | None:
         return RayPrefixAffinity(shared, rng)
 
     return ray_prefix_affinity_shared
+
+
+SCALERS: dict[str, ScalerFactory | None] = {
+    "tidegate": ReplicaScaler,
+    "fixed": None,
+    "ray_serve": RayServeScaler,
+    "hpa": HpaScaler,
+    "kpa": KpaScaler,
+    "dynamo_load": dynamo_scaler(),
+}
+"""Scalers by name; ``tidegate`` is the live one, ``fixed`` none."""
+
+
+def as_users_run_it(config: PolicyConfig) -> PolicyConfig:
+    """``config`` without Tidegate's batch tuner and affinity loop."""
+    return replace(
+        config, batching=replace(config.batching, enabled=False), affinity=replace(config.affinity, enabled=False)
+    )
