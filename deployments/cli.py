@@ -1,4 +1,4 @@
-"""``python -m deployments.cli``: up, down, model, doctor. A failure is one line that says what to do."""
+"""``python -m deployments.cli``: up, down, model, doctor, the simulator. A failure is one line that says what to do."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from deployments.model import ModelError
 from deployments.preflight import Level
 from deployments.progress import Progress
 from deployments.settings import SettingsError
+from deployments.simulation import commands
 
 cli = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -121,6 +122,8 @@ def doctor(config: ConfigOption = CONFIG) -> None:
             raise typer.Exit(1)
         progress.say("the machine is ready")
 
+
+commands.register(cli)
 
 if __name__ == "__main__":
     cli()
