@@ -8,15 +8,31 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from autoscaling.simulator.spec import SourceFactory
+from autoscaling.simulator.workload.agents import (
+    EXGENTIC_COLUMNS,
+    TRACELAB_KEYS,
+    RecordedSession,
+    parse_exgentic,
+    parse_tracelab,
+    replay_sessions,
+)
 from autoscaling.simulator.workload.azure import COLUMNS_2023, COLUMNS_2024, parse_azure, parse_azure_week
 from autoscaling.simulator.workload.generators import from_curve
 from autoscaling.simulator.workload.lengths import Empirical, Fixed, Lengths, parse_quantiles
 from autoscaling.simulator.workload.mooncake import KEYS, parse_mooncake, spread_ties
+from autoscaling.simulator.workload.servegen import (
+    CLIENT_COLUMNS,
+    RATE_COLUMNS,
+    category_of,
+    from_clients,
+    parse_servegen_clients,
+    parse_servegen_rates,
+)
 from autoscaling.simulator.workload.trace import Options, TraceError, play
 
 LINE_CHARS_MAX = 64 * 1024 * 1024
@@ -53,6 +69,8 @@ class _Wanted:
     lengths: Lengths | None
     cv: float
     spread: bool
+    session_rate_per_s: float
+    pause_s_mean: float
 
 
 def open_trace(
@@ -63,6 +81,8 @@ def open_trace(
     lengths: Lengths | None = None,
     cv: float = 1.0,
     spread: bool = False,
+    session_rate_per_s: float = 1.0,
+    pause_s_mean: float = 2.0,
 ) -> SourceFactory:
     """Source of the requests in ``path``, checked whole; raises :class:`TraceError`.
 
@@ -73,8 +93,10 @@ def open_trace(
         lengths: For traces that have rates only; by default what lies beside the file.
         cv: For traces that have rates only: coefficient of variation of the gaps.
         spread: Requests with one time (Mooncake rounds to 3 s) are spread up to the next time.
+        session_rate_per_s: For recorded sessions of agents: how many begin.
+        pause_s_mean: For recorded sessions whose pauses were not recorded.
     """
-    wanted = _Wanted(Path(path), options or Options(), lengths, cv, spread)
+    wanted = _Wanted(Path(path), options or Options(), lengths, cv, spread, session_rate_per_s, pause_s_mean)
     name = detect_format(wanted.path) if format == "auto" else format
     if name not in FORMATS:
         raise TraceError(f"format {name!r} is unknown; known: auto, {', '.join(FORMATS)}")
@@ -108,7 +130,7 @@ def _names_of(first: str) -> set[str]:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Lengths as people write them: ``3000,300``, or ``FILE:CATEGORY`` of a quantile table. Raises :class:`TraceError`."""
+    """Lengths as people write them: ``3000,300``, or ``FILE:CATEGORY`` of a table; raises :class:`TraceError`."""
     prompt, comma, output = text.partition(",")
     if comma and prompt.strip().isdigit() and output.strip().isdigit():
         return Fixed(int(prompt), int(output))
@@ -154,10 +176,45 @@ def _azure_lengths(path: Path) -> Lengths:
     raise TraceError(f"has rates only and no azure_llm_2023_{kind}.csv.gz lies beside it: give lengths", str(path))
 
 
+def _servegen_lengths(wanted: _Wanted) -> Lengths:
+    """Quantiles of the same model, where their table lies beside the rates."""
+    if wanted.lengths is not None:
+        return wanted.lengths
+    category, table = category_of(wanted.path.name), wanted.path.parent / _QUANTILES
+    if category is None or not table.is_file():
+        raise TraceError(f"has rates only and no {_QUANTILES} names its lengths: give lengths", str(wanted.path))
+    return _quantiles(table, category)
+
+
+def _servegen_rates(wanted: _Wanted) -> SourceFactory:
+    curve = parse_servegen_rates(read_lines(wanted.path), str(wanted.path))
+    return from_curve(curve, _servegen_lengths(wanted), wanted.options, cv=wanted.cv)
+
+
+def _servegen_clients(wanted: _Wanted) -> SourceFactory:
+    name = str(wanted.path)
+    clients = parse_servegen_clients(read_lines(wanted.path), name)
+    return from_clients(clients, name, _servegen_lengths(wanted), wanted.options)
+
+
+def _sessions(parse: Callable[[Iterable[str], str], list[RecordedSession]]) -> Callable[[_Wanted], SourceFactory]:
+    def load(wanted: _Wanted) -> SourceFactory:
+        name = str(wanted.path)
+        recorded = parse(read_lines(wanted.path), name)
+        rate_per_s, pause_s = wanted.session_rate_per_s, wanted.pause_s_mean
+        return replay_sessions(recorded, wanted.path.name, rate_per_s, wanted.options, pause_s_mean=pause_s)
+
+    return load
+
+
 FORMATS: dict[str, Callable[[_Wanted], SourceFactory]] = {
     "mooncake": _mooncake,
     "azure": _azure,
     "azure-week": _azure_week,
+    "servegen-rates": _servegen_rates,
+    "servegen-clients": _servegen_clients,
+    "tracelab": _sessions(parse_tracelab),
+    "exgentic": _sessions(parse_exgentic),
 }
 """Loader of each format."""
 
@@ -165,5 +222,9 @@ _SIGNS: dict[str, tuple[str, ...]] = {
     "mooncake": KEYS,
     "azure": COLUMNS_2023,
     "azure-week": COLUMNS_2024,
+    "servegen-rates": RATE_COLUMNS,
+    "servegen-clients": CLIENT_COLUMNS,
+    "tracelab": TRACELAB_KEYS,
+    "exgentic": EXGENTIC_COLUMNS,
 }
 """Columns or keys by which a format is recognised: most of them must be there, the parser names what is wrong."""

@@ -72,6 +72,13 @@ class PromptText:
             if size == room:
                 self._blocks.append(self._open)
 
+    def cut(self, tokens: int) -> None:
+        """Keep the first ``tokens`` tokens, down to a block's boundary: what follows will differ anyway."""
+        full = min(tokens, self.tokens) // self.block_tokens
+        del self._blocks[full:]
+        self.tokens = full * self.block_tokens
+        self._open = self._blocks[-1] if self._blocks else _START
+
     def copy(self) -> PromptText:
         """A text of its own with the same beginning."""
         other = PromptText(self.block_tokens)
