@@ -162,7 +162,7 @@ class Clients:
         attempt = call.attempt if call is not None else None
         job = attempt.job if attempt is not None else None
         ttft_ms = math.nan
-        if call is not None and call.first_byte_ns is not None:
+        if call is not None and call.first_byte_ns is not None and call.gone_why != "gave_up":
             ttft_ms = (call.first_byte_ns + self._ctx.delays.client - request.arrival_ns) / 1e6
         self.records.add(
             Row(

@@ -5,7 +5,10 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from autoscaling.simulator.records import RunResult
 from autoscaling.simulator.spec import EngineProfile, Pool, Scenario, SimRequest, StepLaw
+from policies.control.loop import TickResult
+from policies.events import Effect, Event, Finish
 
 SECOND = 1_000_000_000
 
@@ -81,3 +84,48 @@ def listed(requests: Sequence[SimRequest], after: dict[int, list[SimRequest]] | 
     """A scenario of given requests."""
     pools = more.pop("pools", (Pool(more.pop("profile", PROFILE), more.pop("replicas", 1)),))
     return Scenario("test", lambda _: Listed(requests, after), pools, more.pop("seed", 1), **more)
+
+
+class Watcher:
+    """Keeps what it sees, and how often each call finished."""
+
+    def __init__(self) -> None:
+        self.finishes: dict[tuple[int, str], int] = {}
+        self.flows: list[tuple[int, int, str, Event, list[Effect]]] = []
+        self.engines: list[tuple[int, str, str, str, str]] = []
+        self.phases: list[tuple[int, str, str]] = []
+        self.ticks: list[tuple[int, int, TickResult]] = []
+        self.ends: list[dict[str, int]] = []
+
+    def flow(self, now_ns: int, gateway: int, request_id: str, event: Event, effects: Sequence[Effect]) -> None:
+        self.flows.append((now_ns, gateway, request_id, event, list(effects)))
+        self.finishes.setdefault((gateway, request_id), 0)
+        self.finishes[gateway, request_id] += sum(isinstance(e, Finish) for e in effects)
+
+    def engine(self, now_ns: int, replica_id: str, phase: str, kind: str, request_id: str) -> None:
+        self.engines.append((now_ns, replica_id, phase, kind, request_id))
+
+    def replica(self, now_ns: int, replica_id: str, phase: str) -> None:
+        self.phases.append((now_ns, replica_id, phase))
+
+    def tick(self, now_ns: int, pool: int, result: TickResult) -> None:
+        self.ticks.append((now_ns, pool, result))
+
+    def end(self, now_ns: int, gateway: int, counts: dict[str, int]) -> None:
+        self.ends.append(counts)
+
+    def times(self, phase: str) -> list[float]:
+        """Seconds at which replicas entered ``phase``."""
+        return [at / SECOND for at, _, p in self.phases if p == phase]
+
+
+def settled(result: RunResult, watcher: Watcher) -> None:
+    """What must hold after every run that lost nothing."""
+    records, counters = result.records, result.counters
+    assert len(set(records.index)) == len(records) == counters["requests"]
+    ends = ("succeeded", "failed", "cancelled", "refused", "lost")
+    assert sum(counters[k] for k in ends) == counters["requests"]
+    assert set(watcher.finishes.values()) <= {1}
+    for counts in watcher.ends:
+        assert {k: v for k, v in counts.items() if v and k != "attempts_left"} == {}
+    assert {phase for _, _, phase, kind, _ in watcher.engines if kind == "submit"} <= {"ready", "draining", "refusing"}
