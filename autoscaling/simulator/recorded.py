@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from autoscaling.simulator.codec import Blocks, CodecError, Plain, decode, dumps, encode
+from autoscaling.simulator.workload.trace import TraceError
 from policies.config import PolicyConfig
 from policies.control.loop import TickResult
 from policies.types import Decision, FleetView, GatewayReport, ReplicaReport
@@ -35,11 +36,11 @@ FORMAT = "tidegate-recording"
 VERSION = 1
 
 
-class RecordingError(ValueError):
+class RecordingError(TraceError):
     """A recording cannot be read; the message has file, line and what is wrong."""
 
     def __init__(self, file: str, line: int | None, why: str) -> None:
-        super().__init__(f"{file}:{line}: {why}" if line is not None else f"{file}: {why}")
+        super().__init__(why, file, line)
 
 
 @dataclass(frozen=True, slots=True)

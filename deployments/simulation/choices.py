@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from pydantic_core import to_jsonable_python
 
 from autoscaling.simulator.spec import EngineProfile, Fault
 from deployments.config_file import check_serve_config
@@ -32,21 +33,22 @@ class ChoiceError(ValueError):
     """Something on the command line cannot be; one line that says what to write instead."""
 
 
-def policy_settings(config: Path | None, changes: Sequence[str]) -> PolicyConfig:
+def policy_settings(config: Path | None, changes: Sequence[str], recorded: PolicyConfig | None = None) -> PolicyConfig:
     """Return the policies' settings: those of a Serve configuration file, or the defaults, with ``changes`` on top.
 
     Args:
         config: a ``serve_config.yaml`` with one Tidegate application, or ``None``.
         changes: ``section.key=value`` each, as YAML would read the value.
+        recorded: stands in the place of the defaults.
 
     Raises:
         ChoiceError: a change that is no ``key=value`` or names a section that decides nothing.
         SettingsError: an unknown key (with the nearest) or a value that cannot be.
     """
-    base = _settings_of(config) if config else Settings()
+    base = _settings_of(config).policy_config() if config else recorded or PolicyConfig()
     if not changes:
-        return base.policy_config()
-    args: dict[str, Any] = {name: value for name, value in base.to_args().items() if name in FAMILIES}
+        return base
+    args: dict[str, Any] = to_jsonable_python(base)
     for change in changes:
         path, value = _change(change)
         place: dict[str, Any] = args
