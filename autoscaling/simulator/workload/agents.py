@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from random import Random
 
 from autoscaling.simulator.spec import SourceFactory
@@ -25,6 +24,7 @@ from autoscaling.simulator.workload.blocks import PromptText, label_of, mix
 from autoscaling.simulator.workload.lengths import log_normal
 from autoscaling.simulator.workload.rates import RateCurve
 from autoscaling.simulator.workload.sessions import PAUSE_S_MAX, Script, Session, call_with, sessions
+from autoscaling.simulator.workload.timestamps import timestamp_ns
 from autoscaling.simulator.workload.trace import Options, TraceError, check_number, count_of, csv_rows, json_rows
 
 BLOCK_TOKENS = 128
@@ -118,7 +118,7 @@ def parse_tracelab(lines: Iterable[str], name: str) -> list[RecordedSession]:
     """Sessions of a TraceLab file; raises :class:`TraceError`. Fields beside :data:`TRACELAB_KEYS` are not read."""
     calls: dict[str, list[RecordedCall]] = {}
     families: dict[str, str] = {}
-    ends: dict[str, datetime | None] = {}
+    ends: dict[str, int | None] = {}
     for line, row in json_rows(lines, name):
         session = row.get("session_id")
         if not isinstance(session, str) or not session:
@@ -131,27 +131,26 @@ def parse_tracelab(lines: Iterable[str], name: str) -> list[RecordedSession]:
         output = count_of(row, "output_tokens", name, line, at_least=1)
         begin, end = _times(row, name, line)
         last = ends.get(session)
-        pause = max(0.0, (begin - last).total_seconds()) if begin is not None and last is not None else None
+        pause = max(0.0, (begin - last) / 1e9) if begin is not None and last is not None else None
         mine.append(_grown("", prompt, output, mine[-1] if mine else None, prefix, pause if mine else 0.0))
         families[session], ends[session] = str(row.get("provider", "")), end
     return [RecordedSession(s, families[s], tuple(rounds)) for s, rounds in calls.items()]
 
 
-def _times(row: Mapping[str, object], name: str, line: int) -> tuple[datetime | None, datetime | None]:
+def _times(row: Mapping[str, object], name: str, line: int) -> tuple[int | None, int | None]:
     """When the round's last input was there and when the model said its last; ``None`` where no event tells."""
     events = row.get("timing_events")
     if not isinstance(events, list):
         raise TraceError("timing_events is missing; expected a list", name, line)
-    begin: datetime | None = None
-    end: datetime | None = None
+    begin: int | None = None
+    end: int | None = None
     for event in events:
         try:
-            at = datetime.fromisoformat(event["timestamp"])
-            is_input = event["event_type"] in _INPUT_EVENTS
-        except (TypeError, KeyError, ValueError):
-            raise TraceError("a timing event needs event_type and an ISO timestamp", name, line) from None
-        if at.tzinfo is None:
-            raise TraceError(f"timestamp {event['timestamp']} has no time zone", name, line)
+            at, is_input = timestamp_ns(event["timestamp"], zone_needed=True), event["event_type"] in _INPUT_EVENTS
+        except (TypeError, KeyError):
+            at, is_input = None, False
+        if at is None:
+            raise TraceError("a timing event needs event_type and timestamp like 2026-06-01T05:40:20.151Z", name, line)
         if is_input:
             begin = at if begin is None else max(begin, at)
         else:

@@ -7,16 +7,14 @@ the published totals, so that is the rate. The first sample stands at the end of
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from datetime import UTC, datetime
 
 from autoscaling.simulator.workload.rates import RateCurve
+from autoscaling.simulator.workload.timestamps import timestamp_ns
 from autoscaling.simulator.workload.trace import Table, TraceError, count_of, csv_rows, number_of
 
 COLUMNS_2023 = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 COLUMNS_2024 = ("t_min", "req_per_min_low", "req_per_min_high", "req_per_min_mid", "req_per_min_mid_scaled")
-_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|\+00:00)?")
 
 
 def parse_azure(lines: Iterable[str], name: str) -> Table:
@@ -24,24 +22,15 @@ def parse_azure(lines: Iterable[str], name: str) -> Table:
     table = Table(name)
     first_ns: int | None = None
     for line, row in csv_rows(lines, name, COLUMNS_2023):
-        at_ns = _timestamp_ns(row["TIMESTAMP"], name, line)
+        at_ns = timestamp_ns(row["TIMESTAMP"])
+        if at_ns is None:
+            given = row["TIMESTAMP"][:40]
+            raise TraceError(f"TIMESTAMP {given!r} is no time; expected 2023-11-16 18:17:03.9799600", name, line)
         first_ns = at_ns if first_ns is None else first_ns
         prompt_tokens = count_of(row, "ContextTokens", name, line, at_least=1)
         output_tokens = count_of(row, "GeneratedTokens", name, line, at_least=1)
         table.add(at_ns - first_ns, prompt_tokens, output_tokens, (), line)
     return table.finished()
-
-
-def _timestamp_ns(text: str, name: str, line: int) -> int:
-    """Nanoseconds since 1970; integers throughout, because a double has no room for them."""
-    match = _TIME.fullmatch(text)
-    try:
-        seconds = datetime.fromisoformat(match[1]).replace(tzinfo=UTC).timestamp() if match else None
-    except ValueError:
-        seconds = None
-    if match is None or seconds is None:
-        raise TraceError(f"TIMESTAMP {text[:40]!r} is no time; expected 2023-11-16 18:17:03.9799600", name, line)
-    return int(seconds) * 1_000_000_000 + int((match[2] or "0").ljust(9, "0"))
 
 
 def parse_azure_week(lines: Iterable[str], name: str) -> RateCurve:

@@ -54,14 +54,14 @@ def from_curve(
     options = options or Options()
     needs_end(curve, options)
     curve.with_options(options)  # what is wrong with it is said now, not in the run
-    gap = gamma_gaps(cv)
+    gamma_gaps(cv)
 
     def make(index: int, at_ns: int, rng: Random) -> SimRequest:
         prompt_tokens, output_tokens = lengths.draw(rng)
         return SimRequest(index, at_ns, prompt_tokens, output_tokens, tenant=tenant)
 
     def source(rng: Random) -> Source:
-        return OpenSource(curve.name, lambda stream: arrivals_ns(curve, stream, options, gap), make, rng)
+        return OpenSource(curve.name, lambda stream: arrivals_ns(curve, stream, options, cv), make, rng)
 
     return source
 

@@ -140,14 +140,22 @@ def gamma_gaps(cv: float) -> Callable[[Random], float]:
     return lambda rng: rng.gammavariate(shape, scale)
 
 
-def arrivals_ns(
-    curve: RateCurve, rng: Random, options: Options, gap: Callable[[Random], float] | None = None
-) -> Iterator[int]:
+def first_gamma_gap(cv: float) -> Callable[[Random], float]:
+    """Draws the time to the first arrival of a process that has run for ever: a part of a gap drawn by its length.
+
+    Longer gaps are met more often; a Gamma variate drawn by its length is one with its shape greater by 1.
+    """
+    if cv == 0.0:
+        return lambda rng: rng.random()
+    shape, scale = 1.0 / cv**2, cv**2
+    return lambda rng: rng.gammavariate(shape + 1.0, scale) * rng.random()
+
+
+def arrivals_ns(curve: RateCurve, rng: Random, options: Options, cv: float = 1.0) -> Iterator[int]:
     """Times of arrivals on ``curve`` (with ``options``), by growing time; ends with the curve, duration or limit."""
-    gap = gap or gamma_gaps(1.0)
     curve = curve.with_options(options)
     made, end_ns = 0, options.end_ns
-    times = _crossings(curve, rng, gap)
+    times = _crossings(curve, rng, gamma_gaps(cv), first_gamma_gap(cv)(rng))
     while made != options.limit:
         at_s = next(times, math.inf)
         if at_s * 1e9 >= end_ns or at_s > TIME_S_MAX:
@@ -156,9 +164,8 @@ def arrivals_ns(
         made += 1
 
 
-def _crossings(curve: RateCurve, rng: Random, gap: Callable[[Random], float]) -> Iterator[float]:
-    """Times at which the integral of the rate passes the sums of the gaps. A stationary start: the first gap is cut."""
-    left = gap(rng) * rng.random()
+def _crossings(curve: RateCurve, rng: Random, gap: Callable[[Random], float], left: float) -> Iterator[float]:
+    """Times at which the integral of the rate passes the sums of the gaps, the first of which is ``left``."""
     offset_s, total = 0.0, curve.total
     while offset_s <= TIME_S_MAX:
         if curve.periodic:  # whole periods without an arrival are passed at once, however short they are

@@ -60,6 +60,18 @@ class Window:
             return rng.weibullvariate(1.0 / math.gamma(1.0 + 1.0 / self.shape), self.shape)
         return rng.gammavariate(self.shape, 1.0 / self.shape)
 
+    def first(self, rng: Random) -> float:
+        """Time to the first arrival of a process that has run for ever: part of a gap drawn by its length.
+
+        Drawn by their length, Gamma variates have a shape greater by 1, and the power ``shape`` of a Weibull variate is
+        a Gamma variate of shape ``1 + 1 / shape``.
+        """
+        k = self.shape
+        if self.weibull:
+            by_length = math.pow(rng.gammavariate(1.0 + 1.0 / k, 1.0), 1.0 / k)
+            return by_length / math.gamma(1.0 + 1.0 / k) * rng.random()
+        return rng.gammavariate(k + 1.0, 1.0 / k) * rng.random()
+
 
 def parse_servegen_clients(lines: Iterable[str], name: str) -> dict[str, list[Window]]:
     """Windows of each client by growing time. Raises :class:`TraceError`."""
@@ -122,7 +134,7 @@ def client_times(windows: Sequence[Window], rng: Random, options: Options) -> It
         rate_rps = window.rate_rps * options.scale
         if length_s <= 0.0 or rate_rps == 0.0:
             continue
-        left = window.gap(rng) * rng.random() if left is None else left
+        left = window.first(rng) if left is None else left
         done, area = 0.0, rate_rps * length_s
         while done + left <= area:
             done += left

@@ -171,7 +171,7 @@ def test_azure_code() -> None:
 )
 def test_rates_add_up_to_the_published_totals(name: str, scale: float, expected: int) -> None:
     requests = drawn(open_trace(data_file(f"traces/{name}"), options=Options(scale=scale)))
-    assert len(requests) == pytest.approx(expected, rel=0.07)
+    assert len(requests) == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize(
