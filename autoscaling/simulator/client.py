@@ -160,7 +160,6 @@ class Clients:
         self._ctx.counters[outcome] += 1
         request = ask.request
         attempt = call.attempt if call is not None else None
-        job = attempt.job if attempt is not None else None
         ttft_ms = math.nan
         if call is not None and call.first_byte_ns is not None and call.gone_why != "gave_up":
             ttft_ms = (call.first_byte_ns + self._ctx.delays.client - request.arrival_ns) / 1e6
@@ -170,7 +169,7 @@ class Clients:
                 arrival_ns=request.arrival_ns,
                 prompt_tokens=request.prompt_tokens,
                 output_tokens=call.delivered if call is not None else 0,
-                cached_tokens=job.cached_tokens if job is not None else 0,
+                cached_tokens=attempt.cached_tokens if attempt is not None else 0,
                 ttft_ms=ttft_ms,
                 e2e_ms=(end_ns - request.arrival_ns) / 1e6,
                 outcome=outcome,

@@ -149,7 +149,7 @@ class Call:
 class Attempt:
     """One dispatch."""
 
-    __slots__ = ("aborted", "call", "first_byte_at_ns", "job", "over", "received_ns", "replica", "where")
+    __slots__ = ("aborted", "call", "first_byte_at_ns", "job", "over", "prefill_job", "received_ns", "replica", "where")
 
     def __init__(self, call: Call, replica: Replica) -> None:
         self.call = call
@@ -158,8 +158,17 @@ class Attempt:
         self.where: Replica | None = replica
         """Where it is; ``None`` while its KV travels or it waits for a decode replica."""
         self.job: Job | None = None
+        """In the engine that holds it, or held it last."""
+        self.prefill_job: Job | None = None
+        """In a split fleet, the one that came before."""
         self.over = False
         """The gateway listens no more."""
         self.aborted = False
         self.received_ns = 0
         self.first_byte_at_ns = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache spared."""
+        job = self.prefill_job or self.job
+        return job.cached_tokens if job is not None else 0

@@ -293,7 +293,7 @@ class Gateway:
             call.gone_ns, call.gone_why = now_ns + client_ns, "left"
             self._ctx.queue.at(now_ns + 2 * client_ns, self.gone, call)
             return
-        usage = Usage(call.request.prompt_tokens, job.output_done, job.cached_tokens)
+        usage = Usage(call.request.prompt_tokens, job.output_done, attempt.cached_tokens)
         self._drive(call, ResponseEnded(usage), now_ns)
 
     def gone(self, now_ns: int, call: Call) -> None:

@@ -35,7 +35,7 @@ class Handover:
     def hand_over(self, attempt: Attempt, now_ns: int) -> None:
         """Prefill is done: find a decode replica."""
         self._ctx.counters["handovers"] += 1
-        attempt.where = None
+        attempt.where, attempt.prefill_job = None, attempt.job
         self._place(attempt, now_ns)
 
     def _place(self, attempt: Attempt, now_ns: int) -> None:

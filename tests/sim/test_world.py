@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,12 +69,12 @@ def test_arrivals_are_read_as_time_goes_on() -> None:
     class Endless:
         name = "endless"
 
-        def arrivals(self):  # type: ignore[no-untyped-def]
+        def arrivals(self) -> Iterator[SimRequest]:
             for i in range(1_000_000_000):
                 read.append(i)
                 yield SimRequest(i, i * SECOND, 10, 2)
 
-        def follow_ups(self, request, succeeded, now_ns):  # type: ignore[no-untyped-def]
+        def follow_ups(self, request: SimRequest, succeeded: bool, now_ns: int) -> Sequence[SimRequest]:
             return ()
 
     scenario = replace(listed([]), source=lambda _: Endless(), duration_ns=20 * SECOND)
