@@ -54,6 +54,11 @@ class Controller:
         self._life += 1
 
     @property
+    def state(self) -> ControlState | None:
+        """What it remembers, for checkers; ``None``: there is no controller."""
+        return self._state
+
+    @property
     def alive(self) -> bool:
         """Whether there is one."""
         return self._state is not None

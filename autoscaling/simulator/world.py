@@ -108,6 +108,21 @@ class World:
         self._itl_turn = 0
         self._stats: dict[ReplicaId, dict[str, object]] = {}
 
+    @property
+    def gateways(self) -> list[Gateway]:
+        """For checkers, like the two below: to look at, not to change."""
+        return self._gateways
+
+    @property
+    def pools(self) -> list[PoolServe]:
+        """One, or prefill and decode."""
+        return self._pools
+
+    @property
+    def controllers(self) -> list[Controller]:
+        """One of each pool."""
+        return self._controllers
+
     def _controller(self, pool: Pool, index: int) -> Controller:
         return Controller(self._ctx, pool, index, self._decisions)
 
