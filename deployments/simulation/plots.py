@@ -256,30 +256,35 @@ def _completed_e2e(run: RunResult) -> list[float]:
 def comparison(compared: Sequence[Compared]) -> Figure:
     """Return bars of each figure's ratio to the first arm, with the range over seeds."""
     keys = [key for key in BARS if any(math.isfinite(arm.ratios[key].median) for arm in compared[1:])]
-    figure, (panel,) = new_figure(1, 2.5 + 0.28 * max(1, len(keys)) * max(2, len(compared)))
-    height = 0.8 / len(compared)
+    figure, (panel,) = new_figure(1, 2.0 + 0.26 * max(1, len(keys)) * (len(compared) + 0.5))
+    height = 0.85 / len(compared)
     for i, arm in enumerate(compared):
         for k, key in enumerate(keys):
-            ratio = arm.ratios[key]
-            if not math.isfinite(ratio.median):
-                continue
-            y, length = k + i * height, min(ratio.median, BAR_MAX)
-            panel.barh(
-                y, length, height * 0.9, color=COLOURS[i % len(COLOURS)], label=arm.name if k == 0 else None,
-                xerr=[[max(0.0, length - ratio.low)], [max(0.0, min(ratio.high, BAR_MAX) - length)]],
-                error_kw={"ecolor": "0.2", "capsize": 2, "linewidth": 1},
-            )  # fmt: skip
-            end = max(length, min(ratio.high, BAR_MAX))
-            panel.text(end + 0.03, y, f"{ratio.median:.2f}", va="center", fontsize=11)
+            if math.isfinite(arm.ratios[key].median):
+                _bar(panel, k + i * height, height * 0.9, arm, key, i, arm.name if k == 0 else None)
     panel.axvline(1.0, color="0.35", linewidth=1.2)
     labels = [f"{METRIC_BY_KEY[key].label} ({_better(key)})" for key in keys]
-    panel.set_yticks([k + 0.4 - height / 2 for k in range(len(keys))], labels)
-    panel.invert_yaxis()
+    panel.set_yticks([k + 0.425 - height / 2 for k in range(len(keys))], labels)
+    panel.set_ylim(len(keys) - 0.1, -0.6 * height - 0.1)
     panel.set_xlim(left=0)
-    panel.set_xlabel(f"ratio to {compared[0].name} (bars: median of seeds, lines: range)")
+    over = "median of seeds, lines: range" if len(compared[0].runs) > 1 else "one seed"
+    panel.set_xlabel(f"ratio to {compared[0].name} ({over})")
     panel.grid(visible=False, axis="y")
     legend(panel)
     return figure
+
+
+def _bar(panel: Axes, y: float, height: float, arm: Compared, key: str, i: int, label: str | None) -> None:
+    ratio = arm.ratios[key]
+    length, high = min(ratio.median, BAR_MAX), min(ratio.high, BAR_MAX)
+    panel.barh(y, length, height, color=COLOURS[i % len(COLOURS)], label=label)
+    if len(arm.runs) > 1:
+        panel.errorbar(
+            [length], [y], xerr=[[max(0.0, length - ratio.low)], [max(0.0, high - length)]], color="0.2", capsize=2,
+            linewidth=1,
+        )  # fmt: skip
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    panel.text(max(length, high) + 0.04, y, f"{ratio.median:.2f}", va="center", fontsize=11, bbox=white)
 
 
 def _better(key: str) -> str:
