@@ -23,15 +23,15 @@ back. The engine must not know why jobs come, and it draws nothing but jitter.
 from __future__ import annotations
 
 import math
-from collections import deque
-from heapq import heappop, heappush
 from random import Random
 
+from autoscaling.simulator.engine_batch import Decoders, Queue
+from autoscaling.simulator.engine_blocks import blocks_for, give_back, offer, offer_output, take_first
 from autoscaling.simulator.engine_job import EngineEvent, EngineGauges, EngineWindow, Job, Phase
-from autoscaling.simulator.engine_steps import Gaps, steps_ns, steps_within
+from autoscaling.simulator.engine_meter import Meter
+from autoscaling.simulator.engine_steps import Run
 from autoscaling.simulator.kv import KvCache
 from autoscaling.simulator.spec import EngineProfile
-from policies.step_model import StepModel
 from policies.types import Knobs, StepCoefficients
 
 __all__ = ["EngineEvent", "EngineGauges", "EngineWindow", "Job", "Phase", "SimEngine"]
@@ -39,12 +39,16 @@ __all__ = ["EngineEvent", "EngineGauges", "EngineWindow", "Job", "Phase", "SimEn
 STEP_TOKENS_MIN = 16
 """No knob brings the budget below this, nor below one token for each running job (as ``deployments/scheduler.py``)."""
 JITTER_FACTOR_MIN = 0.2
-SAMPLES_OF_LAW = 1_000
-"""Steps that the coefficients of an engine that does not learn claim to rest on."""
 
 
 class SimEngine:
     """One engine of ``profile``. ``learn``: it fits its step model as live replicas do, else it reports the law's."""
+
+    __slots__ = (
+        "_admissions", "_block", "_decoders", "_doomed", "_frozen", "_knobs", "_kv", "_law", "_leaving", "_may_admit",
+        "_meter", "_out", "_parts", "_prefilling", "_queue", "_rng", "_run", "_running", "_seqs_hard", "_speed",
+        "_step", "profile",
+    )  # fmt: skip
 
     def __init__(self, profile: EngineProfile, rng: Random, learn: bool = True) -> None:
         """Raises ``ValueError`` for a profile whose KV cache holds no block or that may not run one sequence."""
@@ -61,38 +65,22 @@ class SimEngine:
         self._knobs = Knobs()
         self._speed = 1.0
         self._kv = KvCache(blocks, profile.prefix_cache)
-        self._step_model = StepModel(profile.law.coefficients()) if learn else None
-        # Jobs: running in order of admission; the queue may hold jobs that are over, which do not count.
+        self._meter = Meter(profile.law, learn)
+        self._out: list[EngineEvent] = []
+        # Jobs: running ones in order of admission, the one of them still in its prompt, those that wait.
         self._running: dict[Job, None] = {}
-        self._waiting: deque[Job] = deque()
-        self._waiting_jobs = 0
-        self._waiting_tokens = 0
+        self._decoders = Decoders(self._block)
         self._prefilling: Job | None = None
-        self._doomed: list[Job] = []
-        self._leaving: list[Job] = []
+        self._queue = Queue()
         self._may_admit = False
         self._admissions = 0
-        # Those that decode: ends by step, number by the step (modulo a block) that opens a block, contexts at step 0.
-        self._ends: list[tuple[int, int, Job]] = []
-        self._openings = [0] * self._block
-        self._decoding = 0
-        self._context = 0
-        # The run of like steps under way, from step number _step on.
+        self._doomed: list[Job] = []
+        self._leaving: list[Job] = []
+        # The run of like steps under way, from step number _step on: all running jobs that decode, and _parts.
         self._step = 0
         self._parts: list[tuple[Job, int]] = []
-        self._steps = 0
-        self._start_ns = self._first_ns = self._growth_ns = 0
-        self._end_ns: int | None = None
-        self._taken = 0
-        self._counted = 0
+        self._run = Run()
         self._frozen = False
-        self._frozen_left_ns: int | None = None
-        self._out: list[EngineEvent] = []
-        # Counts of the window.
-        self._gaps = Gaps()
-        self._busy_ns = self._window_steps = 0
-        self._prefilled = self._written = self._queried = self._hit = self._preempted = 0
-        self._finished = self._aborted = 0
 
     # --- what the world calls -----------------------------------------------------------------------------------------
 
@@ -117,20 +105,19 @@ class SimEngine:
         self._run_until(now_ns)
         job.output_tokens = min(job.output_tokens, self.tokens_max - request.prompt_tokens)
         job.unit_blocks = request.block_tokens // self._block
-        self._waiting.append(job)
-        self._waiting_jobs += 1
-        self._waiting_tokens += request.prompt_tokens
-        if self._end_ns is None:
+        self._queue.push(job)
+        run = self._run
+        if run.end_ns is None:
             self._may_admit = True
             if not self._frozen:
                 self._plan(now_ns)
             return
         ahead = 2 if self.profile.async_scheduling else 1
-        job.ready_step = self._step + self._elapsed(now_ns) + ahead
-        if self._waiting_jobs == 1:
+        job.ready_step = self._step + run.elapsed(now_ns) + ahead
+        if self._queue.number == 1:
             self._may_admit = True
-        if self._may_admit and len(self._running) < self._limits()[0]:
-            self._cut(now_ns, ahead)
+        if self._may_admit and not self._parts and len(self._running) < self._limits()[0]:
+            run.cut(now_ns, ahead)
 
     def abort(self, job: Job, now_ns: int) -> None:
         """End a job, queued or running; may be called twice. Blocks are given back at the step boundary."""
@@ -139,18 +126,15 @@ class SimEngine:
             return
         job.output_done = self._output_done(job, now_ns)
         job.aborted = True
-        self._aborted += 1
+        self._meter.aborted += 1
         if job.phase is Phase.WAITING:
-            job.phase = Phase.OVER
-            self._waiting_jobs -= 1
-            self._waiting_tokens -= job.request.prompt_tokens + job.output_done
-            if not self._waiting_jobs:
-                self._waiting.clear()
-            elif job is self._waiting[0]:
+            was_head = job is self._queue.head()
+            self._queue.leave(job, Phase.OVER)
+            if was_head:
                 self._retry(now_ns)
             return
         self._doomed.append(job)
-        self._cut(now_ns, 1)
+        self._run.cut(now_ns, 1)
 
     def set_knobs(self, knobs: Knobs, now_ns: int) -> None:
         """Live settings from the next step on; ``None`` fields: the start-up values."""
@@ -168,19 +152,26 @@ class SimEngine:
         if not factor > 0:
             raise ValueError(f"speed factor must be above 0, is {factor}")
         self._run_until(now_ns)
+        run = self._run
         if math.isinf(factor):
-            if not self._frozen:
-                self._freeze(now_ns)
+            if run.end_ns is not None:
+                if ended := run.elapsed(now_ns):
+                    self._settle(ended, now_ns)
+                run.stop(now_ns, ended)
+            self._frozen = True
             return
         self._speed = factor
-        if self._frozen:
-            self._thaw(now_ns)
-        else:
-            self._cut(now_ns, 1)
+        if not self._frozen:
+            run.cut(now_ns, 1)
+            return
+        self._frozen = False
+        if not run.go_on(now_ns) and self._queue.number:
+            self._may_admit = True
+            self._plan(now_ns)
 
     def wake_ns(self) -> int | None:
         """When to call :meth:`advance` next: no event comes before, maybe none even then. ``None``: nothing to do."""
-        return self._out[0].at_ns if self._out else self._end_ns
+        return self._out[0].at_ns if self._out else self._run.end_ns
 
     def advance(self, now_ns: int) -> list[EngineEvent]:
         """Everything that happened by ``now_ns`` and was not returned before, in order."""
@@ -198,242 +189,137 @@ class SimEngine:
     def gauges(self, now_ns: int) -> EngineGauges:
         """The engine's state."""
         self._run_until(now_ns)
-        kv, block = self._kv, self._block
+        kv, block, run = self._kv, self._block, self._run
+        ended = run.elapsed(now_ns)
         used = kv.blocks_max - kv.available
-        if self._decoding and self._steps:
-            used += self._opened(min(self._elapsed(now_ns) + 1, self._steps))
-        prefilling = sum(n for _, n in self._parts)
-        if self._prefilling is not None:
-            job = self._prefilling
-            left = job.request.prompt_tokens + job.output_done - job.computed
-            prefilling += left - next((n for part, n in self._parts if part is job), 0)
+        if run.steps:
+            used += self._opened(min(ended + 1, run.steps))
+        backlog = self._queue.tokens - ended * sum(n for _, n in self._parts)
+        for job, _ in self._parts:
+            backlog += job.request.prompt_tokens + job.output_done - job.computed
         seqs, tokens = self._limits()
         return EngineGauges(
-            len(self._running), self._waiting_jobs, used * block, kv.blocks_max * block,
-            self._waiting_tokens + prefilling, seqs, tokens,
-        )  # fmt: skip
+            len(self._running), self._queue.number, used * block, kv.blocks_max * block, backlog, seqs, tokens
+        )
 
     def take_window(self, now_ns: int) -> EngineWindow:
         """What was done since the last call."""
         self._run_until(now_ns)
-        if self._steps > 1:
-            self._count(self._elapsed(now_ns), now_ns)
-        window = EngineWindow(
-            self._prefilled, self._written, self._queried, self._hit, self._preempted, self._window_steps,
-            self._busy_ns / 1e6, self._gaps.take(), self._finished, self._aborted, self.step_model(),
-        )  # fmt: skip
-        self._busy_ns = self._window_steps = 0
-        self._prefilled = self._written = self._queried = self._hit = self._preempted = 0
-        self._finished = self._aborted = 0
-        return window
+        if self._run.steps > 1:
+            self._count(self._run.elapsed(now_ns), now_ns)
+        return self._meter.take()
 
     def step_model(self) -> StepCoefficients:
         """The step model as the engine would report it."""
-        if self._step_model is not None:
-            return self._step_model.coefficients()
-        law = self._law
-        return StepCoefficients(law.a_ms, law.b_ms, law.c_ms, law.d_ms, SAMPLES_OF_LAW, law.jitter_share)
+        return self._meter.step_model()
 
     # --- the run of steps under way -----------------------------------------------------------------------------------
 
     def _run_until(self, now_ns: int) -> None:
-        end_ns = self._end_ns
-        while end_ns is not None and end_ns <= now_ns:
-            self._complete(end_ns)
-            self._plan(end_ns)
-            end_ns = self._end_ns
-
-    def _elapsed(self, now_ns: int) -> int:
-        """Steps of the run that have ended; the caller brought the engine up to ``now_ns``."""
-        if self._steps <= 1 or self._end_ns is None:
-            return 0
-        return min(self._steps - 1, steps_within(self._first_ns, self._growth_ns, now_ns - self._start_ns))
-
-    def _cut(self, now_ns: int, ahead: int) -> None:
-        """End the run with the step under way (``ahead`` 1) or one of those after it."""
-        if self._steps > ahead and self._end_ns is not None:
-            steps = self._elapsed(now_ns) + ahead
-            if steps < self._steps:
-                self._steps = steps
-                self._end_ns = self._start_ns + steps_ns(self._first_ns, self._growth_ns, steps)
+        run = self._run
+        while run.end_ns is not None and run.end_ns <= now_ns:
+            at_ns = run.end_ns
+            self._complete(at_ns)
+            self._plan(at_ns)
 
     def _retry(self, now_ns: int) -> None:
         """Something changed for the queue: look at it again at the next boundary."""
         self._may_admit = True
-        self._cut(now_ns, 1)
-
-    def _freeze(self, now_ns: int) -> None:
-        self._frozen = True
-        if self._end_ns is None:
-            return
-        ended = self._elapsed(now_ns)
-        self._cut(now_ns, 1)
-        left_ns = self._end_ns - now_ns
-        if ended:
-            self._settle(ended, now_ns)
-            self._start_ns += steps_ns(self._first_ns, self._growth_ns, ended)
-            self._first_ns += self._growth_ns * ended
-            self._steps, self._counted = 1, 0
-        self._frozen_left_ns, self._end_ns = left_ns, None
-
-    def _thaw(self, now_ns: int) -> None:
-        self._frozen = False
-        if self._frozen_left_ns is not None:
-            self._end_ns, self._frozen_left_ns = now_ns + self._frozen_left_ns, None
-        elif self._waiting_jobs:
-            self._may_admit = True
-            self._plan(now_ns)
+        self._run.cut(now_ns, 1)
 
     def _count(self, ended: int, now_ns: int) -> None:
         """Bring the window's counts up to the first ``ended`` steps of the run."""
-        steps = ended - self._counted
-        if steps <= 0:
-            return
-        if self._steps == 1:
-            first_ns = total_ns = now_ns - self._start_ns
-        else:
-            first_ns = self._first_ns + self._growth_ns * self._counted
-            total_ns = steps_ns(first_ns, self._growth_ns, steps)
-        self._counted = ended
-        self._window_steps += steps
-        self._busy_ns += total_ns
-        if self._decoding:
-            self._written += self._decoding * steps
-            self._gaps.add(first_ns, self._growth_ns, steps, self._decoding, total_ns)
+        run = self._run
+        counted, run.counted = run.counted, max(run.counted, ended)
+        steps = ended - counted
+        if steps > 0:
+            total_ns = run.total_ns(ended, now_ns) - (run.total_ns(counted, now_ns) if counted else 0)
+            first_ns = total_ns if steps == 1 else run.first_ns + run.growth_ns * counted
+            prefill_tokens = sum([n for _, n in self._parts]) if self._parts else 0
+            self._meter.add(first_ns, run.growth_ns, steps, total_ns, self._decoders.number, prefill_tokens)
 
     def _settle(self, ended: int, now_ns: int) -> None:
-        """Book the first ``ended`` steps of the run: counts, step model, blocks, step number."""
+        """Book the first ``ended`` steps of the run: counts, step model, blocks, prompts, step number."""
         self._count(ended, now_ns)
+        kv, parts, run = self._kv, self._parts, self._run
         opened = self._opened(ended)
-        if self._step_model is not None:
-            self._learn(ended, opened, now_ns)
+        if self._meter.learns:
+            held = (kv.blocks_max - kv.available + opened / 2) * self._block
+            prefill_tokens = sum([n for _, n in parts]) if parts else 0
+            step_ns = run.total_ns(ended, now_ns) / ended
+            self._meter.observe(self._decoders.number + len(parts), held, prefill_tokens, step_ns)
         if opened:
-            self._kv.take(opened)
-        self._taken = max(0, self._taken - ended)
+            kv.take(opened)
+        run.taken = max(0, run.taken - ended)
         self._step += ended
-
-    def _learn(self, ended: int, opened: int, now_ns: int) -> None:
-        kv = self._kv
-        if self._steps == 1:
-            step_ns: float = now_ns - self._start_ns
-        else:
-            step_ns = steps_ns(self._first_ns, self._growth_ns, ended) / ended
-        used = (kv.blocks_max - kv.available + opened / 2) * self._block
-        prefill = sum(n for _, n in self._parts)
-        assert self._step_model is not None
-        self._step_model.observe(self._decoding + len(self._parts), used, prefill, step_ns / 1e6)
+        for job, tokens in parts:
+            job.computed += tokens * ended
+            if ended > 1:
+                offer(self._kv, job, job.computed)
 
     def _opened(self, steps: int) -> int:
-        """Blocks that decoding opens in the first ``steps`` steps of the run, less those taken already."""
-        begin, count = self._step + self._taken, steps - self._taken
-        if count <= 0:
+        """Blocks that the first ``steps`` steps of the run open, less those taken already."""
+        taken, block = self._run.taken, self._block
+        if steps <= taken:
             return 0
-        cycles, rest = divmod(count, self._block)
-        opened = cycles * self._decoding
-        openings, block = self._openings, self._block
-        for step in range(begin, begin + rest):
-            opened += openings[step % block]
+        opened = self._decoders.opened(self._step + taken, steps - taken)
+        for job, tokens in self._parts:
+            begin = job.computed + tokens * taken
+            opened += blocks_for(begin + tokens * (steps - taken), block) - blocks_for(begin, block)
         return opened
-
-    def _steps_until_full(self, begin: int, steps: int) -> int:
-        """How many of ``steps`` decode steps from step number ``begin`` on find the blocks they open."""
-        block, available = self._block, self._kv.available
-        if available >= self._decoding * (steps // block + 1):
-            return steps
-        cycles, left = divmod(available, self._decoding)
-        possible = cycles * block
-        for step in range(begin, begin + block):
-            left -= self._openings[step % block]
-            if left < 0:
-                break
-            possible += 1
-        return min(steps, possible)
 
     def _complete(self, at_ns: int) -> None:
         """The run is over: tokens, ends, and the prompts that got through."""
-        self._settle(self._steps, at_ns)
-        self._steps = self._counted = 0
+        self._settle(self._run.steps, at_ns)
+        self._run.steps = 0
         if self._leaving:
             self._let_go()
-        step, ends, parts = self._step, self._ends, self._parts
-        while ends and ends[0][0] <= step:
-            _, order, job = heappop(ends)
-            if job.order == order and job.phase is Phase.DECODE:
-                self._stop_decoding(job)
-                self._finish(job, at_ns)
+        for job in self._decoders.pop_ended(self._step):
+            self._finish(job, at_ns)
+        parts = self._parts
         if parts:
             self._parts = []
-            for job, tokens in parts:
-                self._prefilled += tokens
-                job.computed += tokens
+            for job, _ in parts:
                 if job.computed == job.request.prompt_tokens + job.output_done and not job.aborted:
-                    self._first_token(job, at_ns)
+                    self._next_token(job, at_ns)
 
-    def _first_token(self, job: Job, at_ns: int) -> None:
+    def _next_token(self, job: Job, at_ns: int) -> None:
         """A prompt (or a whole text after a preemption) is computed: it has its next token and decodes from now on."""
-        if job is self._prefilling:
-            self._prefilling = None
         job.output_done += 1
-        self._written += 1
+        self._meter.written_tokens += 1
         if job.first_token_ns is None:
             job.first_token_ns = at_ns
             self._out.append(EngineEvent(at_ns, "first_token", job))
         if job.output_done >= job.output_tokens:
             self._finish(job, at_ns)
-            return
-        step = self._step
-        job.phase = Phase.DECODE
-        job.computed -= step
-        job.counter_shift = step - job.output_done
-        job.end_step = job.counter_shift + job.output_tokens
-        self._openings[-job.computed % self._block] += 1
-        self._decoding += 1
-        self._context += job.computed
-        heappush(self._ends, (job.end_step, job.order, job))
-
-    def _stop_decoding(self, job: Job) -> None:
-        shift = job.computed
-        self._openings[-shift % self._block] -= 1
-        self._decoding -= 1
-        self._context -= shift
-        job.computed = shift + self._step
-        if not job.aborted:
-            job.output_done = self._step - job.counter_shift
+        else:
+            self._decoders.add(job, self._step)
 
     def _finish(self, job: Job, at_ns: int) -> None:
         """A job has its last token: its blocks stay findable, with those of its output where their hashes are known."""
-        request = job.request
         del self._running[job]
         job.phase = Phase.OVER
-        if request.blocks_after:
-            upto = min(len(request.blocks_after), job.computed // request.block_tokens)
-            job.units += [u for u in request.blocks_after[len(request.blocks) : upto] if self._kv.remember(u)]
+        offer_output(self._kv, job)
         if not job.aborted:
             job.finished_ns = at_ns
-            self._finished += 1
+            self._meter.finished += 1
             self._out.append(EngineEvent(at_ns, "finished", job))
         self._may_admit = True
         if self.profile.async_scheduling:
             self._leaving.append(job)
         else:
-            self._release(job)
+            give_back(self._kv, self._block, job)
 
     def _let_go(self) -> None:
+        """Give back what the jobs of the step before held."""
         for job in self._leaving:
-            self._release(job)
+            give_back(self._kv, self._block, job)
         self._leaving.clear()
         self._may_admit = True
 
-    def _release(self, job: Job) -> None:
-        """Give the blocks of a job back; ``computed`` says what it holds."""
-        full, rest = divmod(job.computed, self._block)
-        full -= len(job.units) * job.unit_blocks
-        job.left_over = object() if full else None
-        self._kv.release(job.left_over, job.units, job.unit_blocks, full, 1 if rest else 0)
-
     def _output_done(self, job: Job, now_ns: int) -> int:
         if job.phase is Phase.DECODE and not job.aborted:
-            return self._step + self._elapsed(now_ns) - job.counter_shift
+            return self._step + self._run.elapsed(now_ns) - job.counter_shift
         return job.output_done
 
     # --- what the next steps do ---------------------------------------------------------------------------------------
@@ -450,80 +336,91 @@ class SimEngine:
         for job in self._doomed:
             if job.phase is not Phase.OVER:
                 self._throw_out(job)
-                self._release(job)
+                give_back(self._kv, self._block, job)
                 job.phase = Phase.OVER
                 self._may_admit = True
         self._doomed.clear()
-        if self._leaving and not self._waiting_jobs:
+        if self._leaving and not self._queue.number:
             self._let_go()
-        if self._prefilling is None and not (self._waiting_jobs and self._may_admit):
-            if not self._decoding and not self._waiting_jobs:
-                self._end_ns = None
+        if self._prefilling is None and not (self._queue.number and self._may_admit):
+            if not self._decoders.number and not self._queue.number:
+                self._run.end_ns = None
                 return
-            if self._decoding and self._decode(at_ns, 0):
+            if self._decoders.number and self._decode(at_ns, 0):
                 return
         while not self._compose(at_ns):
             self._let_go()
-            if not self._waiting_jobs:
-                self._end_ns = None
+            if not self._queue.number:
+                self._run.end_ns = None
                 return
 
     def _throw_out(self, job: Job) -> None:
         """Take a running job out of the batch; its blocks are still held."""
         del self._running[job]
         if job.phase is Phase.DECODE:
-            self._stop_decoding(job)
-        if job is self._prefilling:
+            self._decoders.remove(job, self._step)
+        elif job is self._prefilling:
             self._prefilling = None
 
     def _decode(self, at_ns: int, taken: int, steps_max: int | None = None) -> bool:
         """Begin a run of decode steps; blocks of the first ``taken`` are held. False: those of the first do not fit."""
-        ends, step = self._ends, self._step
-        while ends[0][2].order != ends[0][1] or ends[0][2].phase is not Phase.DECODE:
-            heappop(ends)
-        steps = ends[0][0] - step
+        decoders, step, law = self._decoders, self._step, self._law
+        steps = decoders.next_end() - step
         if steps_max is not None:
             steps = min(steps, steps_max)
-        steps = taken + self._steps_until_full(step + taken, steps - taken)
-        if not steps:
-            return False
-        decoding, law = self._decoding, self._law
-        ms = law.step_ms(decoding, self._context + decoding * step)
-        self._begin(at_ns, steps, ms, law.c_ms * decoding / 1000, taken)
-        return True
+        steps = taken + decoders.steps_within(step + taken, steps - taken, self._kv.available)
+        if steps:
+            first_ms = law.step_ms(decoders.number, decoders.context(step))
+            self._begin(at_ns, steps, first_ms, law.c_ms * decoders.number / 1000, taken)
+        return steps > 0
 
     def _begin(self, at_ns: int, steps: int, first_ms: float, growth_ms: float, taken: int) -> None:
         factor = self._speed * 1e6
         share = self._law.jitter_share
         if share:
             factor *= max(JITTER_FACTOR_MIN, 1 + self._rng.gauss(0.0, share / math.sqrt(steps)))
-        self._start_ns, self._steps, self._taken, self._counted = at_ns, steps, taken, 0
-        self._first_ns = max(1, round(first_ms * factor))
-        self._growth_ns = round(growth_ms * factor)
-        self._end_ns = at_ns + steps_ns(self._first_ns, self._growth_ns, steps)
+        self._run.begin(at_ns, steps, max(1, round(first_ms * factor)), round(growth_ms * factor), taken)
 
     def _compose(self, at_ns: int) -> bool:
-        """Begin one step with all its parts, or a run where it has no prompts. False: there is nothing to compute."""
+        """Begin one step with all its parts, or a run where the next ones are like it. False: nothing to compute."""
         seqs, tokens = self._limits()
         preempted, chunk = self._make_room(tokens)
+        decoding = self._decoders.number
+        budget = tokens - decoding - chunk
         parts: list[tuple[Job, int]] = []
         if self._prefilling is not None:
             self._add_part(self._prefilling, chunk, parts)
         if preempted:
             self._may_admit = True
-        elif self._waiting_jobs:
-            self._may_admit = self._admit(seqs, tokens - self._decoding - chunk, parts)
+        elif self._queue.number:
+            self._may_admit, budget = self._admit(seqs, budget, parts)
         if not parts:
-            soon = self._waiting_jobs and self._may_admit
-            return self._decoding > 0 and self._decode(at_ns, 1, 1 if soon else None)
+            soon = self._queue.number and self._may_admit
+            return decoding > 0 and self._decode(at_ns, 1, 1 if soon else None)
         self._parts = parts
-        pairs, context, prefill = 0.0, self._context + self._decoding * self._step, 0
+        law, pairs, context, prefill = self._law, 0.0, self._decoders.context(self._step), 0
         for job, n in parts:
             pairs += n * (job.computed + n / 2)
             context += job.computed
             prefill += n
-        self._begin(at_ns, 1, self._law.step_ms(self._decoding + len(parts), context, prefill, pairs), 0.0, 1)
+        first_ms = law.step_ms(decoding + len(parts), context, prefill, pairs)
+        steps, growth_ms = 1, 0.0
+        if not budget and len(parts) == 1 and not preempted:
+            steps = self._chunks(*parts[0])
+            growth_ms = law.c_ms * (decoding + prefill) / 1000 + law.e_ms * prefill * prefill / 1e6
+        self._begin(at_ns, steps, first_ms, growth_ms, 1)
         return True
+
+    def _chunks(self, job: Job, chunk: int) -> int:
+        """How many steps are alike: ``chunk`` tokens of ``job``, no room to join, no end, and the blocks are there."""
+        steps = (job.request.prompt_tokens + job.output_done - job.computed - 1) // chunk
+        decoders = self._decoders
+        if decoders.number:
+            steps = min(steps, decoders.next_end() - self._step)
+        if steps <= 1 or self._leaving:
+            return 1
+        need = decoders.number * (steps // self._block + 1) + steps * chunk // self._block + 1
+        return steps if need <= self._kv.available else 1
 
     def _make_room(self, tokens: int) -> tuple[bool, int]:
         """Take the blocks that running jobs need in the next step, preempting the youngest where they do not fit.
@@ -532,11 +429,11 @@ class SimEngine:
         """
         kv, block, preempted = self._kv, self._block, False
         while True:
-            need, chunk, job = self._openings[self._step % block], 0, self._prefilling
+            need, chunk, job = self._decoders.openings(self._step), 0, self._prefilling
             if job is not None:
                 left = job.request.prompt_tokens + job.output_done - job.computed
-                chunk = min(left, tokens - self._decoding)
-                need += -(-(job.computed + chunk) // block) + -job.computed // block
+                chunk = min(left, tokens - self._decoders.number)
+                need += blocks_for(job.computed + chunk, block) - blocks_for(job.computed, block)
             if need <= kv.available:
                 kv.take(need)
                 return preempted, chunk
@@ -545,78 +442,43 @@ class SimEngine:
 
     def _preempt(self, job: Job) -> None:
         self._throw_out(job)
-        self._release(job)
-        if len(job.units) != job.next_unit:
-            job.left_over = None  # a copy of a block known elsewhere lies in between
+        give_back(self._kv, self._block, job)
         job.phase = Phase.WAITING
         job.computed = 0
         job.preemptions += 1
         job.ready_step = 0
-        self._preempted += 1
-        self._waiting.appendleft(job)
-        self._waiting_jobs += 1
-        self._waiting_tokens += job.request.prompt_tokens + job.output_done
+        self._meter.preemptions += 1
+        self._queue.push(job, first=True)
 
-    def _admit(self, seqs: int, budget: int, parts: list[tuple[Job, int]]) -> bool:
-        """Let waiting jobs in. Returns whether another try at the next step may let more in."""
-        waiting = self._waiting
+    def _admit(self, seqs: int, budget: int, parts: list[tuple[Job, int]]) -> tuple[bool, int]:
+        """Let waiting jobs in. Returns whether another try at the next step may let more in, and the budget left."""
         while budget > 0 and len(self._running) + len(self._leaving) < seqs:
-            while waiting and waiting[0].phase is Phase.OVER:
-                waiting.popleft()
-            if not waiting:
-                return True
-            job = waiting[0]
-            if job.ready_step > self._step and (self._running or parts):
-                return True
+            job = self._queue.head()
+            if job is None or (job.ready_step > self._step and self._running):
+                return True, budget
             count = self._let_in(job, budget)
             if not count:
-                return bool(self._leaving)
-            waiting.popleft()
+                return bool(self._leaving), budget
             budget -= count
             self._add_part(job, count, parts)
-        return bool(parts) or bool(self._leaving)
+        return bool(parts) or bool(self._leaving), budget
 
     def _let_in(self, job: Job, budget: int) -> int:
-        """Find what the cache knows of a job and take its blocks. Returns the tokens to compute; 0: no room."""
-        kv, block, request, unit_blocks = self._kv, self._block, job.request, job.unit_blocks
-        tokens = request.prompt_tokens + job.output_done
-        found = kv.known(request.blocks, (tokens - 1) // request.block_tokens)
-        units = list(request.blocks[:found])
-        again = 0
-        if job.left_over is not None and found == len(job.units):
-            again = min(kv.left_over(job.left_over), (tokens - 1) // block - found * unit_blocks)
-        computed = found * request.block_tokens + again * block
-        if job.kv_ready and not job.preemptions:
-            computed = tokens - 1
-        count = min(tokens - computed, budget)
-        held = found * unit_blocks
-        needed = -(-(tokens if self.profile.reserve_full_prompt else computed + count) // block)
-        if needed - held + kv.idle(units) * unit_blocks > kv.available:
-            return 0
-        kv.hold(units)
-        if job.left_over is not None and kv.left_over(job.left_over):
-            kv.reclaim(job.left_over, again)
-        kv.take(-(-(computed + count) // block) - held - again)
-        if job.order < 0 and not job.kv_ready:
-            job.cached_tokens = computed
-            self._queried += request.prompt_tokens
-            self._hit += computed
-        job.left_over = None
-        job.units, job.next_unit, job.computed = units, found, computed
-        job.order, self._admissions = self._admissions, self._admissions + 1
-        job.phase = Phase.PREFILL
-        self._running[job] = None
-        self._waiting_jobs -= 1
-        self._waiting_tokens -= tokens
+        """Let one job in. Returns the tokens to compute; 0: no room."""
+        count = take_first(self._kv, self._block, job, budget, self.profile.reserve_full_prompt)
+        if count:
+            if job.order < 0 and not job.kv_ready:
+                job.cached_tokens = job.computed
+                self._meter.query_tokens += job.request.prompt_tokens
+                self._meter.hit_tokens += job.computed
+            job.order, self._admissions = self._admissions, self._admissions + 1
+            self._queue.leave(job, Phase.PREFILL)
+            self._running[job] = None
         return count
 
     def _add_part(self, job: Job, count: int, parts: list[tuple[Job, int]]) -> None:
-        """Put a chunk into the step; blocks it fills can be found from now on."""
-        request = job.request
+        """Put a chunk into the step."""
         after = job.computed + count
-        upto = min(len(request.blocks), after // request.block_tokens)
-        if job.next_unit < upto:
-            job.units += [u for u in request.blocks[job.next_unit : upto] if self._kv.remember(u)]
-            job.next_unit = upto
+        offer(self._kv, job, after)
         parts.append((job, count))
-        self._prefilling = job if after < request.prompt_tokens + job.output_done else None
+        self._prefilling = job if after < job.request.prompt_tokens + job.output_done else None

@@ -32,7 +32,7 @@ class Job:
     """
 
     __slots__ = (
-        "aborted", "cached_tokens", "computed", "counter_shift", "end_step", "finished_ns", "first_token_ns",
+        "aborted", "cached_tokens", "computed", "counter_shift", "finished_ns", "first_token_ns",
         "kv_ready", "left_over", "next_unit", "order", "output_done", "output_tokens", "phase", "preemptions",
         "prefill_only", "ready_step", "request", "unit_blocks", "units",
     )  # fmt: skip
@@ -63,8 +63,6 @@ class Job:
         """Tokens in the KV cache; while it decodes: that, less the engine's step counter."""
         self.counter_shift = 0
         """While it decodes: step counter less tokens written."""
-        self.end_step = 0
-        """While it decodes: step counter after its last token."""
         self.units: list[int] = []
         """Findable prefix blocks it holds."""
         self.unit_blocks = 1

@@ -39,6 +39,63 @@ def steps_within(first_ns: int, growth_ns: int, elapsed_ns: int) -> int:
     return steps
 
 
+class Run:
+    """The run of like steps that an engine is in. ``steps`` is 0 between two runs and while the engine is idle."""
+
+    __slots__ = ("counted", "end_ns", "first_ns", "growth_ns", "left_ns", "start_ns", "steps", "taken")
+
+    def __init__(self) -> None:
+        self.steps = self.start_ns = self.first_ns = self.growth_ns = 0
+        self.end_ns: int | None = None
+        """``None``: idle, or stopped in the middle of a step."""
+        self.left_ns: int | None = None
+        """What is left of the step in which it was stopped."""
+        self.taken = 0
+        """First steps whose blocks are held already."""
+        self.counted = 0
+        """First steps that are in the counts already."""
+
+    def begin(self, at_ns: int, steps: int, first_ns: int, growth_ns: int, taken: int) -> None:
+        """``steps`` steps begin at ``at_ns``."""
+        self.start_ns, self.steps, self.first_ns, self.growth_ns = at_ns, steps, first_ns, growth_ns
+        self.taken, self.counted = taken, 0
+        self.end_ns = at_ns + (first_ns if steps == 1 else steps_ns(first_ns, growth_ns, steps))
+
+    def elapsed(self, now_ns: int) -> int:
+        """Steps that ended by ``now_ns``, which is before the end of the run."""
+        if self.steps <= 1 or self.end_ns is None:
+            return 0
+        return min(self.steps - 1, steps_within(self.first_ns, self.growth_ns, now_ns - self.start_ns))
+
+    def cut(self, now_ns: int, ahead: int) -> None:
+        """End with the step under way (``ahead`` 1) or one of those after it."""
+        if self.steps > ahead and self.end_ns is not None:
+            steps = self.elapsed(now_ns) + ahead
+            if steps < self.steps:
+                self.steps = steps
+                self.end_ns = self.start_ns + steps_ns(self.first_ns, self.growth_ns, steps)
+
+    def total_ns(self, ended: int, now_ns: int) -> int:
+        """Duration of the first ``ended`` steps; that of a single one is what it took by ``now_ns``, stops included."""
+        return now_ns - self.start_ns if self.steps == 1 else steps_ns(self.first_ns, self.growth_ns, ended)
+
+    def stop(self, now_ns: int, ended: int) -> None:
+        """Stop in the step after the first ``ended`` ones, which are booked; it is all that is left of the run."""
+        self.cut(now_ns, 1)
+        assert self.end_ns is not None
+        self.left_ns, self.end_ns = self.end_ns - now_ns, None
+        self.start_ns += steps_ns(self.first_ns, self.growth_ns, ended)
+        self.first_ns += self.growth_ns * ended
+        self.steps, self.counted = 1, 0
+
+    def go_on(self, now_ns: int) -> bool:
+        """Go on with the step in which it was stopped; False: it was not."""
+        if self.left_ns is None:
+            return False
+        self.end_ns, self.left_ns = now_ns + self.left_ns, None
+        return True
+
+
 class Gaps:
     """Token gaps per bucket, added a run at a time."""
 
