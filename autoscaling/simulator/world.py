@@ -109,6 +109,11 @@ class World:
         self._stats: dict[ReplicaId, dict[str, object]] = {}
 
     @property
+    def now_ns(self) -> int:
+        """Time of the event that runs, or of the last one."""
+        return self._ctx.queue.now_ns
+
+    @property
     def gateways(self) -> list[Gateway]:
         """For checkers, like the two below: to look at, not to change."""
         return self._gateways
