@@ -5,14 +5,13 @@ one :data:`LEAD_NS` after the start so that the control loop knows the fleet by 
 engine's counts of tokens where it told them. What was never answered has no count: a request that was refused or failed
 without a byte gets the mean output of the others, bounded by its own limit; one that was broken off gets what it got.
 
-Blocks. The gateway hashes ``block_bytes`` of text, an engine caches blocks of tokens. With ``T`` the mean tokens in
-``block_bytes`` (from all requests whose tokens the engine told)::
+Blocks. The gateway hashes ``block_bytes`` of text, an engine caches blocks of ``unit`` tokens. With ``T`` the mean
+tokens in ``block_bytes`` (from all requests whose tokens the engine told)::
 
-    unit = the largest multiple of 16 up to T, at least 16
     block k of ``unit`` tokens  =  (k, hash of the text block in which its last token lies)
 
-so two prompts share n blocks exactly when they shared the text under them, within one text block. The output of an
-answer is not hashed, but a later prompt that continues an earlier one says what came after it: ``blocks_after``.
+so two prompts share blocks exactly as far as they shared whole text blocks. The output of an answer is not hashed, but
+a later prompt that continues an earlier one says what came after it: ``blocks_after``.
 
 This must not read files, and it must not mend what a recording does not hold: what cannot be replayed is counted.
 """
@@ -20,8 +19,8 @@ This must not read files, and it must not mend what a recording does not hold: w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from autoscaling.simulator.fit import FitError, law_from_coefficients
@@ -40,7 +39,6 @@ from policies.types import Decision, Histogram, ReplicaReport, ReplicaState
 
 LEAD_NS = 10_000_000_000
 """Simulated time before the first request."""
-ENGINE_BLOCK_TOKENS = 16
 SAMPLES_MIN = 32
 """Steps a replica's model must have seen to count."""
 _HASH_STEP = 0x9E3779B97F4A7C15
@@ -94,50 +92,70 @@ def traffic_of(requests: Iterable[tuple[Header, RequestLine]]) -> Traffic:
 
 
 class RecordedSource:
-    """Plays recorded requests, open loop."""
+    """Plays recorded requests, open loop; they are made while they are read.
 
-    def __init__(self, requests: Sequence[SimRequest]) -> None:
+    Args:
+        traffic: what was recorded.
+        unit: tokens of one block, a multiple of the engine's.
+    """
+
+    def __init__(self, traffic: Traffic, unit: int) -> None:
         self.name = "recording"
-        self._requests = requests
+        self._traffic = traffic
+        self._unit = unit
+        self._block_tokens = tokens_per_block(traffic)
+        done = [a.line.output_tokens for a in traffic.arrivals if a.line.outcome == "succeeded"]
+        self._mean_output = sum(done) / len(done) if done else 1.0
+        self._next = continuations(traffic)
 
     def arrivals(self) -> Iterator[SimRequest]:
         """All of them."""
-        return iter(self._requests)
+        return (self._request(index) for index in range(len(self._traffic.arrivals)))
 
     def follow_ups(self, request: SimRequest, succeeded: bool, now_ns: int) -> Sequence[SimRequest]:  # noqa: ARG002
         """None: the recording says when each request came."""
         return ()
 
-
-def requests_of(traffic: Traffic) -> list[SimRequest]:
-    """The requests a replay makes."""
-    block_tokens = tokens_per_block(traffic)
-    unit = max(ENGINE_BLOCK_TOKENS, int(block_tokens) // ENGINE_BLOCK_TOKENS * ENGINE_BLOCK_TOKENS)
-    mean_output = _mean([a.line.output_tokens for a in traffic.arrivals if a.line.outcome == "succeeded"])
-    made: list[SimRequest] = []
-    owners: dict[int, int] = {}
-    """Index of the last request whose prompt ends with this text block."""
-    for index, arrival in enumerate(traffic.arrivals):
+    def _request(self, index: int) -> SimRequest:
+        arrival = self._traffic.arrivals[index]
         line = arrival.line
         prompt_tokens = max(1, line.prompt_tokens or line.prompt_tokens_estimate)
-        made.append(
-            SimRequest(
-                index=index,
-                arrival_ns=arrival.unix_ns - traffic.start_unix_ns,
-                prompt_tokens=prompt_tokens,
-                output_tokens=_output_tokens(line, mean_output),
-                blocks=token_blocks(line.blocks, block_tokens, unit, prompt_tokens),
-                block_tokens=unit,
-                output_tokens_max=line.output_tokens_max,
-                tenant=line.tenant,
-                task=line.task,
-                stream=line.stream,
-            )
+        output_tokens = _output_tokens(line, self._mean_output)
+        blocks, after = self._blocks(line.blocks, prompt_tokens), tuple[int, ...]()
+        follower = self._next.get(index)
+        if follower is not None:
+            after = self._blocks(self._traffic.arrivals[follower].line.blocks, prompt_tokens + output_tokens)
+        return SimRequest(
+            index=index,
+            arrival_ns=arrival.unix_ns - self._traffic.start_unix_ns,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            blocks=blocks,
+            block_tokens=self._unit,
+            blocks_after=after if len(after) > len(blocks) else (),
+            output_tokens_max=line.output_tokens_max,
+            tenant=line.tenant,
+            task=line.task,
+            stream=line.stream,
         )
-        _continue(made, owners, line.blocks)
-        if line.blocks:
-            owners[line.blocks[-1]] = index
-    return made
+
+    def _blocks(self, text_blocks: Sequence[int], tokens: int) -> tuple[int, ...]:
+        return token_blocks(text_blocks, self._block_tokens, self._unit, tokens)
+
+
+def continuations(traffic: Traffic) -> dict[int, int]:
+    """For each request the first later one whose prompt holds all of its text blocks and goes on, by index."""
+    found: dict[int, int] = {}
+    owners: dict[int, int] = {}
+    """The last request whose prompt ends with this text block."""
+    for index, arrival in enumerate(traffic.arrivals):
+        blocks = arrival.line.blocks
+        earlier = next((owners[block] for block in reversed(blocks[:-1]) if block in owners), None)
+        if earlier is not None:
+            found.setdefault(earlier, index)
+        if blocks:
+            owners[blocks[-1]] = index
+    return found
 
 
 def tokens_per_block(traffic: Traffic) -> float:
@@ -159,21 +177,6 @@ def token_blocks(text_blocks: Sequence[int], block_tokens: float, unit: int, pro
     )
 
 
-def _continue(made: list[SimRequest], owners: Mapping[int, int], text_blocks: Sequence[int]) -> None:
-    """Where the newest prompt continues an earlier one, the earlier one's cache holds its blocks past its own end."""
-    newest = made[-1]
-    for block in reversed(text_blocks):
-        index = owners.get(block)
-        if index is None:
-            continue
-        earlier = made[index]
-        reach = (earlier.prompt_tokens + earlier.output_tokens) // earlier.block_tokens
-        after = newest.blocks[:reach]
-        if len(after) > max(len(earlier.blocks), len(earlier.blocks_after)):
-            made[index] = replace(earlier, blocks_after=after)
-        return
-
-
 def _output_tokens(line: RequestLine, mean_output: float) -> int:
     if line.output_tokens > 0:
         return line.output_tokens
@@ -181,11 +184,11 @@ def _output_tokens(line: RequestLine, mean_output: float) -> int:
     return max(1, round(min(mean_output, most)))
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 1.0
-
-
 # --- the fleet --------------------------------------------------------------------------------------------------------
+
+
+AFTER_NS_MAX = 600_000_000_000
+"""What the controller recorded longer than this after the last answer is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +219,19 @@ def history_of(lives: Iterable[tuple[Header, Iterable[Numbered]]]) -> FleetHisto
                 case _:
                     pass
     return FleetHistory(tuple(timeline), tuple(reports), tuple(decisions))
+
+
+def answered_ns(traffic: Traffic) -> int:
+    """When the last answer ended, since the start of a replay."""
+    ends = (a.unix_ns + round(a.line.e2e_ms * 1e6) for a in traffic.arrivals)
+    return max(ends) - traffic.start_unix_ns
+
+
+def recorded_until_ns(traffic: Traffic, history: FleetHistory) -> int:
+    """When the recording ended, since the start of a replay."""
+    answered = answered_ns(traffic)
+    last = history.timeline[-1][0] - traffic.start_unix_ns if history.timeline else answered
+    return min(max(answered, last), answered + AFTER_NS_MAX)
 
 
 def replicas_at(history: FleetHistory, unix_ns: int) -> int | None:
@@ -269,10 +285,9 @@ def profile_of(history: FleetHistory, model: str) -> EngineProfile:
 def recorded_run(traffic: Traffic, history: FleetHistory, profile: EngineProfile) -> RunResult:
     """What was recorded, in the form of a simulated run. Times of requests are the gateways'."""
     records = Records()
-    end_ns = 0
+    end_ns = recorded_until_ns(traffic, history)
     for index, arrival in enumerate(traffic.arrivals):
         line, at_ns = arrival.line, arrival.unix_ns - traffic.start_unix_ns
-        end_ns = max(end_ns, at_ns + round(line.e2e_ms * 1e6))
         records.add(
             Row(
                 index=index,

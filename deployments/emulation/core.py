@@ -2,10 +2,11 @@
 
     step_ms = (a + b*running + c*kv_tokens/1000 + d*prefill_tokens) * jitter * slow_factor
 
-``running`` are the sequences of the step, ``kv_tokens`` what the cache held when it began. :class:`Scheduler` decides
-what a step computes. Between two steps, as in the real engine: live knobs are read (never above the start-up values,
-never below what runs), gauges and the step's record are written, requests that arrived are queued and those whose
-clients left are taken out.
+``running`` are the sequences of the step, ``kv_tokens`` what the cache held when it began. A step that follows another
+begins when that one was due to end, so that a timer or a busy event loop that is late by up to :data:`LATE_NS_MAX` does
+not slow the engine down. :class:`Scheduler` decides what a step computes. Between two steps, as in the real engine:
+live knobs are read (never above the start-up values, never below what runs), gauges and the step's record are written,
+requests that arrived are queued and those whose clients left are taken out.
 
 Answers are known when a request is submitted (the toy model is a function of the prompt), so the core deals in counts:
 it says *when* token ``k`` of an answer exists, never what it is.
@@ -37,6 +38,8 @@ WAITING_MAX = 10_000
 STEP_TOKENS_MIN = 16
 """No knob brings the token budget below this."""
 EMPTY_STEP_S = 0.001
+LATE_NS_MAX = 20_000_000
+"""A step that ends later than this after its time makes the next one later as well."""
 
 EventKind: TypeAlias = Literal["token", "error", "cut", "silence", "left"]
 
@@ -129,6 +132,8 @@ class EngineCore:
         self._work = _Work()
         self._wake = asyncio.Event()
         self._limits = (settings.running_seqs_max, settings.step_tokens_max)
+        self._end_ns: int | None = None
+        """When the last step ended, while work goes on without a pause."""
         faults.listen(self.wake)
         self._publish()
 
@@ -179,6 +184,7 @@ class EngineCore:
         """Step for ever."""
         while True:
             if not self.scheduler.has_work or self.stopped:
+                self._end_ns = None
                 self._wake.clear()
                 await self._wake.wait()
                 continue
@@ -196,21 +202,23 @@ class EngineCore:
         )
 
     async def _step(self) -> None:
-        start_ns = now_ns()
+        start_ns = self._end_ns or now_ns()
         self._limits = self._read_limits()
         plan = self.scheduler.schedule(*self._limits)
         if not plan.parts:
+            self._end_ns = None
             await asyncio.sleep(EMPTY_STEP_S)
             return
         self._publish()
-        ms = self.step_ms(plan)
-        await asyncio.sleep(max(0.0, ms / 1e3 - (now_ns() - start_ns) / 1e9))
+        due_ns = start_ns + round(self.step_ms(plan) * 1e6)
+        await asyncio.sleep(max(0, due_ns - now_ns()) / 1e9)
         self._deliver(plan)
-        self._work.progress_ns = now_ns()
+        self._work.progress_ns = at_ns = now_ns()
+        self._end_ns = due_ns if at_ns - due_ns <= LATE_NS_MAX else at_ns
         self.counters.steps += 1
         self.counters.prompt_tokens += plan.prefill_tokens
         if self._shared is not None:
-            self._shared.append_step(self._record(plan, start_ns))
+            self._shared.append_step(self._record(plan, start_ns, self._end_ns))
         self._settle()
 
     def step_ms(self, plan: StepPlan) -> float:
@@ -261,8 +269,8 @@ class EngineCore:
             self._work.since_ns = 0
         self._publish()
 
-    def _record(self, plan: StepPlan, start_ns: int) -> StepRecord:
-        duration_us = max(1, (self._work.progress_ns - start_ns) // 1_000)
+    def _record(self, plan: StepPlan, start_ns: int, end_ns: int) -> StepRecord:
+        duration_us = max(1, (end_ns - start_ns) // 1_000)
         return StepRecord(
             self.counters.steps, start_ns, duration_us, len(plan.parts), plan.prefill_tokens, plan.decode_seqs,
             plan.kv_tokens, plan.preempted,

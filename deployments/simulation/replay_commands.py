@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -14,18 +14,19 @@ from rich.console import Console
 from autoscaling.recommend import ReplicaScaler
 from autoscaling.simulator.baselines.tables import ROUTERS, SCALERS, as_users_run_it, router_for_run
 from autoscaling.simulator.comparison import Json, compare, comparison_json, summary_json
-from autoscaling.simulator.recorded import RecordingError, RequestLine
+from autoscaling.simulator.recorded import Header, RecordingError, RequestLine
 from autoscaling.simulator.records import RunResult
 from autoscaling.simulator.replay import Lost, Replayed, Writer, differences, replay_decisions
 from autoscaling.simulator.replay_traffic import (
     FleetHistory,
     RecordedSource,
     Traffic,
+    answered_ns,
     history_of,
     profile_of,
     recorded_run,
+    recorded_until_ns,
     replicas_at,
-    requests_of,
     traffic_of,
 )
 from autoscaling.simulator.report import Summary, summarise
@@ -188,6 +189,80 @@ def _replay_traffic(
     progress: Progress,
     warn: Callable[[str], None],
 ) -> dict[str, Json]:
+    fleet = load_recording(writers, seed, warn)
+    traffic, history, header = fleet.traffic, fleet.history, fleet.header
+    learned = profile_of(history, header.model) if history.reports or asked.profile is None else asked.profile
+    runs = [("recorded", recorded_run(traffic, history, learned), header.config)]
+    scenarios = [fleet.scenario("simulated as recorded", learned)]
+    if asked.name:
+        name = f"simulated with {asked.name}"
+        scenarios.append(fleet.scenario(name, asked.profile or learned, asked.config, asked.router, asked.scaler))
+    with stop_on_ctrl_c() as stop:
+        for scenario in scenarios:
+            if not stop.asked:
+                result = run_shown(scenario, scenario.name, progress, stop)
+                runs.append((scenario.name, result, scenario.config))
+    summaries = [summarise(result, header.config.objectives, name) for name, result, _ in runs]
+    _tell_traffic(console, traffic, runs, summaries, history)
+    return {
+        "runs": [summary_json(summary) for summary in summaries],
+        "comparison": comparison_json(compare([[summary] for summary in summaries])),
+        "moves": [[move.plain() for move in moves_of(result, c, history, traffic)] for _, result, c in runs],
+        "interrupted": stop.asked,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedFleet:
+    """A recorded load on the fleet that ran when it began."""
+
+    traffic: Traffic
+    history: FleetHistory
+    header: Header
+    """Of a gateway."""
+    seed: int
+
+    def scenario(
+        self,
+        name: str,
+        profile: EngineProfile,
+        config: PolicyConfig | None = None,
+        router: str | None = None,
+        scaler: str | None = None,
+    ) -> Scenario:
+        """Return it as a scenario, as recorded but for what is given.
+
+        Clients' way to the gateway is left out, because recorded times are the gateways'.
+        """
+        header, config = self.header, config or self.header.config
+        if router not in (None, LIVE):
+            config = as_users_run_it(config)
+        bounds = config.scaling
+        running = replicas_at(self.history, self.traffic.start_unix_ns) or header.replicas
+        running = max(bounds.replicas_min, min(bounds.replicas_max, running))
+        make_scaler = SCALERS[scaler] if scaler else ReplicaScaler if bounds.enabled else None
+        return Scenario(
+            name=name,
+            source=lambda _: RecordedSource(self.traffic, profile.block_tokens),
+            pools=(Pool(profile, running, scaler=make_scaler),),
+            seed=self.seed,
+            config=config,
+            gateways=header.gateways,
+            router=router_for_run(router) if router else None,
+            network=NetworkSpec(
+                client_ms=0.0, report_period_ms=header.report_period_ms, drain_ms_max=header.drain_ms_max
+            ),
+            settle_ns=recorded_until_ns(self.traffic, self.history) - answered_ns(self.traffic),
+            local_rule=decide,
+        )
+
+
+def load_recording(writers: Sequence[Writer], seed: int, warn: Callable[[str], None]) -> RecordedFleet:
+    """Return the traffic of all gateways among ``writers`` and what the controllers knew.
+
+    Raises:
+        RecordingError, TraceError: no gateway among them, no request, or a wrong line.
+    """
     gateways = [w for w in writers if w.header.source == "gateway"]
     if not gateways:
         raise RecordingError(", ".join(f for w in writers for f in w.files), None, "holds no gateway's traffic")
@@ -196,67 +271,7 @@ def _replay_traffic(
     )
     lives = [w for w in writers if w.header.source == "controller"]
     history = history_of((w.header, read_writer(w, warn)) for w in lives)
-    header = gateways[-1].header
-    learned = profile_of(history, header.model) if history.reports or asked.profile is None else asked.profile
-    recorded = recorded_run(traffic, history, learned)
-    plan = _Plan(traffic, history, header.config, header.gateways, header.replicas, _network(gateways[-1]), seed)
-    runs = [("recorded", recorded, header.config)]
-    arms = [("simulated as recorded", _Asked(profile=learned))]
-    if asked.name:
-        arms.append((f"simulated with {asked.name}", replace(asked, profile=asked.profile or learned)))
-    with stop_on_ctrl_c() as stop:
-        for name, arm in arms:
-            if not stop.asked:
-                scenario = plan.scenario(name, arm)
-                runs.append((name, run_shown(scenario, name, progress, stop), scenario.config))
-    summaries = [summarise(result, header.config.objectives, name) for name, result, _ in runs]
-    _tell_traffic(console, traffic, runs, summaries, history)
-    return {
-        "runs": [summary_json(summary) for summary in summaries],
-        "comparison": comparison_json(compare([[summary] for summary in summaries])),
-        "moves": [[move.plain() for move in _moves(result, c, history, traffic)] for _, result, c in runs],
-        "interrupted": len(runs) < 1 + len(arms) or stop.asked,
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    traffic: Traffic
-    history: FleetHistory
-    config: PolicyConfig
-    gateways: int
-    replicas: int
-    network: NetworkSpec
-    seed: int
-
-    def scenario(self, name: str, arm: _Asked) -> Scenario:
-        """The recorded load on the fleet that ran when it began, as recorded but for ``arm``."""
-        assert arm.profile is not None
-        config = arm.config or self.config
-        if arm.router not in (None, LIVE):
-            config = as_users_run_it(config)
-        requests = requests_of(self.traffic)
-        running = replicas_at(self.history, self.traffic.start_unix_ns) or self.replicas
-        bounds = config.scaling
-        running = max(bounds.replicas_min, min(bounds.replicas_max, running))
-        make_scaler = SCALERS[arm.scaler] if arm.scaler else ReplicaScaler if bounds.enabled else None
-        return Scenario(
-            name=name,
-            source=lambda _: RecordedSource(requests),
-            pools=(Pool(arm.profile, running, scaler=make_scaler),),
-            seed=self.seed,
-            config=config,
-            gateways=self.gateways,
-            router=router_for_run(arm.router) if arm.router else None,
-            network=self.network,
-            local_rule=decide,
-        )
-
-
-def _network(gateway: Writer) -> NetworkSpec:
-    """Delays as measured; the clients' way is left out, because recorded times are the gateways'."""
-    header = gateway.header
-    return NetworkSpec(client_ms=0.0, report_period_ms=header.report_period_ms, drain_ms_max=header.drain_ms_max)
+    return RecordedFleet(traffic, history, gateways[-1].header, seed)
 
 
 # --- what moved -------------------------------------------------------------------------------------------------------
@@ -283,7 +298,7 @@ def _count(value: float | None) -> str:
     return "?" if value is None else f"{value:g}"
 
 
-def _moves(result: RunResult, config: PolicyConfig, history: FleetHistory, traffic: Traffic) -> list[Move]:
+def moves_of(result: RunResult, config: PolicyConfig, history: FleetHistory, traffic: Traffic) -> list[Move]:
     """Decisions that changed the number of replicas, in seconds since the start of the replay."""
     if result.scenario == "recorded":
         start = traffic.start_unix_ns
@@ -311,7 +326,7 @@ def _tell_traffic(
     tables.print_comparison(console, compare([[summary] for summary in summaries]))
     console.print("replicas, by decision of the controller (seconds since the replay's start):")
     for name, result, config in runs:
-        moves = _moves(result, config, history, traffic)
+        moves = moves_of(result, config, history, traffic)
         more = f", and {len(moves) - MOVES_SHOWN} more" if len(moves) > MOVES_SHOWN else ""
         told = ", ".join(str(move) for move in moves[:MOVES_SHOWN]) or "none"
         console.print(f"  {name}: {told}{more}", markup=False, soft_wrap=True)
