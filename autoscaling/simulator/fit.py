@@ -17,15 +17,22 @@ and the law is then fitted to all). What this must not do: read files, or judge 
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from autoscaling.simulator.least_squares import not_negative
 from autoscaling.simulator.spec import StepLaw
+from autoscaling.simulator.workload.trace import TraceError
 from policies.types import StepCoefficients
+
+STEP_FIELDS = ("running", "kv_tokens", "prefill_tokens", "duration_us")
+"""What is used of a step record (``deployments.knobs.StepRecord``)."""
+
+STEP_FIELDS_UNUSED = ("seq", "start_ns", "decode_seqs", "preempted", "output_tokens")
 
 STEPS_MIN = 8
 """Fewer steps say nothing about four coefficients."""
@@ -79,6 +86,33 @@ class StepFit:
     """On all steps, the law fitted to all."""
     held_out: StepErrors
     """On every second step, the law fitted to the others."""
+
+
+def parse_steps(lines: Iterable[str], name: str) -> list[StepSample]:
+    """Steps from JSON lines with the fields of a live engine's records, see :data:`STEP_FIELDS`.
+
+    Steps that computed nothing are left out. Raises :class:`TraceError` with the line.
+    """
+    samples: list[StepSample] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TraceError(f"not JSON: {error.msg}", name, number) from None
+        if not isinstance(row, dict):
+            raise TraceError("must be an object with the fields of a step", name, number)
+        for key in row:
+            if key not in STEP_FIELDS and key not in STEP_FIELDS_UNUSED:
+                raise TraceError(f"unknown field {key!r}; known: {', '.join(STEP_FIELDS)}", name, number)
+        values = [_field(row, key, name, number) for key in STEP_FIELDS]
+        running, kv_tokens, prefill_tokens, duration_us = values
+        if running >= 1 and duration_us > 0:
+            samples.append(StepSample(int(running), int(kv_tokens), int(prefill_tokens), duration_us / 1e3))
+    if not samples:
+        raise TraceError("no step in it", name)
+    return samples
 
 
 def fit_steps(samples: Sequence[StepSample], knots: Sequence[int] = ()) -> StepFit:
@@ -137,6 +171,13 @@ def law_from_coefficients(models: Sequence[StepCoefficients]) -> StepLaw:
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _field(row: Mapping[str, object], key: str, name: str, number: int) -> float:
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise TraceError(f"{key} must be a number, finite and not negative, is {value!r}", name, number)
+    return value
 
 
 def _sensible(s: StepSample) -> bool:

@@ -16,13 +16,13 @@ import difflib
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from typing import Any
 
 from autoscaling.simulator.spec import EngineProfile, StepLaw
 
 _ABOVE_ZERO = frozenset({
-    "a_ms", "d_ms", "gpus", "kv_tokens", "context_tokens_max", "usd_per_gpu_hour", "block_tokens", "running_seqs_max",
+    "d_ms", "gpus", "kv_tokens", "context_tokens_max", "usd_per_gpu_hour", "block_tokens", "running_seqs_max",
     "step_tokens_max",
 })  # fmt: skip
 """Fields that must be above 0; every other number must not be negative."""
@@ -78,6 +78,18 @@ def profile_to_json(profile: EngineProfile) -> str:
         rows = ", ".join(json.dumps(row) for row in profile.law.batch)
         text = text.replace(json.dumps(data["law"]["batch"], indent=2).replace("\n", "\n    "), f"[{rows}]")
     return text + "\n"
+
+
+def with_sources(profile: EngineProfile, sources: Mapping[str, str]) -> EngineProfile:
+    """``profile`` with new ``sources`` by field (e.g. ``law.a_ms``), the others kept, none for a law's zeros."""
+    lines = dict.fromkeys(_figures(), "")
+    for line in profile.source.split("\n"):
+        key, _, text = line.partition(": ")
+        if key in lines and text:
+            lines[key] = text
+    lines.update(sources)
+    zeros = {f"law.{field.name}" for field in fields(StepLaw) if not getattr(profile.law, field.name)}
+    return replace(profile, source="\n".join(f"{k}: {v}" for k, v in lines.items() if v and k not in zeros))
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------
@@ -168,6 +180,8 @@ def _figures() -> list[str]:
 def _check_whole(profile: EngineProfile, name: str) -> None:
     if profile.kv_tokens < profile.block_tokens:
         raise ProfileError(name, "kv_tokens", f"{profile.kv_tokens} are less than one block of {profile.block_tokens}")
+    if profile.law.a_ms + profile.law.b_ms <= 0:
+        raise ProfileError(name, "law.a_ms", "a_ms and b_ms must not both be 0: no step takes no time")
     if profile.law.jitter_share >= 0.5:
         raise ProfileError(name, "law.jitter_share", f"must be below 0.5, is {profile.law.jitter_share}")
 

@@ -9,16 +9,18 @@ from typing import Any
 
 import typer
 
+from autoscaling.simulator.fit import FitError
 from autoscaling.simulator.profile import ProfileError
 from autoscaling.simulator.workload.trace import TraceError
 from deployments.settings_errors import SettingsError
 from deployments.simulation.choices import ChoiceError
+from deployments.simulation.fit_commands import fit
 from deployments.simulation.plots import PlotError
 from deployments.simulation.replay_commands import replay
 from deployments.simulation.running import progress_on_stderr
 from deployments.simulation.sim_commands import sim
 
-BAD_INPUT = (ChoiceError, SettingsError, TraceError, ProfileError, PlotError)
+BAD_INPUT = (ChoiceError, SettingsError, TraceError, ProfileError, FitError, PlotError)
 """Errors whose words are for the user."""
 
 
@@ -52,5 +54,5 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 def register(cli: typer.Typer) -> None:
     """Add the simulator's commands to ``cli``."""
-    for command in (sim, replay):
+    for command in (sim, replay, fit):
         cli.command()(guarded(command))
