@@ -99,7 +99,8 @@ class ReplicaScaler:
         adopted = self._stabiliser.adopt(signals.fleet, running, now_ns)
         self._follow(signals, demand, running, now_ns)
         if signals.blind:
-            held = self._stabiliser.hold(Reason("HeldBlind", "no gateway and no replica reports: the number stays"))
+            blind = Reason("HeldBlind", "no gateway and no replica reports: the number stays")
+            held = self._stabiliser.hold(blind, signals.fleet)
             if held is None:
                 return ScaleAdvice(None, Reason("Unknown", "nothing is known of the fleet yet"))
             return ScaleAdvice(held.target, held.reason, {"replicas_running": running}, held.stages, held.held)

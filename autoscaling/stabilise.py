@@ -114,10 +114,13 @@ class Stabiliser:
             return None if first else Reason("Adopted", f"someone else set the target to {self.target}")
         return None
 
-    def hold(self, reason: Reason) -> Stabilised | None:
-        """Keep the target whatever the load; ``None`` when there is none yet."""
+    def hold(self, reason: Reason, fleet: FleetView | None) -> Stabilised | None:
+        """Keep the target whatever the load, within its bounds; ``None`` when there is none yet."""
         self._asks.clear()
-        return None if self.target is None else Stabilised(self.target, reason, (reason,), True)
+        if self.target is None:
+            return None
+        low, high = self._bounds(fleet)
+        return Stabilised(max(low, min(high, self.target)), reason, (reason,), True)
 
     def step(
         self, ask: Ask, running: int, fleet: FleetView | None, hold_down: Reason | None, now_ns: int

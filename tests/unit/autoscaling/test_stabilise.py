@@ -167,7 +167,7 @@ def test_without_serves_word_the_known_replicas_are_the_target() -> None:
     stabiliser = Stabiliser(CONFIG)
     stabiliser.adopt(None, 0, 0)
     assert stabiliser.target is None
-    assert stabiliser.hold(Reason("HeldBlind", "")) is None
+    assert stabiliser.hold(Reason("HeldBlind", ""), None) is None
     with pytest.raises(ValueError, match="no target"):
         stabiliser.step(Ask(1, 1, WHY), 0, None, None, 0)
     stabiliser.adopt(None, 2, 1)
@@ -184,3 +184,15 @@ def test_the_down_window_is_bounded_and_still_remembers_its_highest() -> None:
     for i in range(20_000, 26_000):
         window.add(1, i * step)
     assert window.highest(26_000 * step) == 1
+
+
+def test_a_held_target_is_within_its_bounds() -> None:
+    stabiliser = Stabiliser(replace(CONFIG, replicas_min=2))
+    stabiliser.adopt(FleetView(1, 1, 2, 6), 1, SECOND_NS)
+    held = stabiliser.hold(Reason("HeldBlind", ""), FleetView(1, 1, 2, 6))
+    assert held is not None
+    assert held.target == 2
+    stabiliser.adopt(FleetView(1, 9, 2, 6), 1, 20 * SECOND_NS)
+    held = stabiliser.hold(Reason("HeldBlind", ""), FleetView(1, 9, 2, 6))
+    assert held is not None
+    assert held.target == 6
