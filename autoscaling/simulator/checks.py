@@ -52,7 +52,7 @@ from policies.events import (
 )
 from policies.types import ReplicaId
 
-STEADY_NS = 20_000_000_000
+STEADY_NS = 15_000_000_000
 """The fleet must stand still for this long before the end."""
 
 BROKEN_MAX = 2

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TypeAlias
 
@@ -54,18 +54,19 @@ from policies.config import (
     ScalingConfig,
 )
 
-LOAD_S = 25.0
-FAULT_S = 15.0
+LOAD_S = 20.0
+FAULT_S = 12.0
 """Longest fault; the last one begins when the load ends."""
-RECOVER_S = 60.0
+RECOVER_S = 40.0
 """From the end of the last fault to the light load."""
-LIGHT_REQUESTS = 4
+LIGHT_REQUESTS = 3
 """One after the other, each alone: no bound of admission may refuse them."""
-SETTLE_S = 75.0
+SETTLE_S = 45.0
 """More than the down window and the longest back-off of failed starts that can still be open."""
 EVENTS_MAX = 3_000_000
 """A run with more events never ends."""
-REQUESTS_MAX = 500
+ALONE_MS_MAX = 4_000.0
+"""Time of one request alone in an engine; engines are drawn no slower."""
 
 LocalRule: TypeAlias = Callable[[Mapping[str, object] | None, int, tuple[int, int], float | None, int], tuple[int, str]]
 QUIET_NS = round((LOAD_S + FAULT_S + RECOVER_S) * 1e9)
@@ -138,12 +139,16 @@ def draw(seed: int, local_rule: LocalRule | None = None) -> Drawn:
     """The scenario of ``seed``, the same on every machine."""
     rng = Random(f"swarm/{seed}")
     prompt, output = rng.choice((60, 300, 1_200)), rng.choice((20, 80, 200))
-    profile = _profile(rng, prompt, output)
-    pools, words = _pools(rng, profile)
-    carried_rps = min(p.replicas * _carried_rps(p.profile, prompt, output) for p in pools)
+    pools = _pools(rng, _profile(rng, prompt, output))
+    wanted_rps, factor = rng.choice((2.0, 5.0, 12.0)), rng.choice((0.3, 0.7, 1.0, 1.5, 3.0))
+    pools = _paced(pools, prompt, output, wanted_rps / factor)
+    profile = pools[0].profile
+    carried_rps = _carried_rps(pools, prompt, output)
     gateways = rng.choice((1, 1, 2, 3, 4))
     config = _config(rng, pools, carried_rps, gateways)
-    source, load = _load(rng, profile.law, carried_rps, prompt, output)
+    rate_rps = min(wanted_rps, factor * carried_rps)
+    source, load = _load(rng, profile.law, rate_rps, prompt, output)
+    load += f" ({rate_rps / carried_rps:.1f} of what the fleet carries)"
     clients = ClientSpec(
         patience_ms=rng.choice((None, None, 3_000.0, 15_000.0)),
         retries_max=rng.choice((0, 0, 1, 3)),
@@ -166,7 +171,7 @@ def draw(seed: int, local_rule: LocalRule | None = None) -> Drawn:
         local_rule=local_rule,
         learn=rng.random() < 0.8,
     )
-    return Drawn(scenario, (*words, load, *_words(scenario)))
+    return Drawn(scenario, (load, *_words(scenario)))
 
 
 def _profile(rng: Random, prompt: int, output: int) -> EngineProfile:
@@ -190,7 +195,7 @@ def _profile(rng: Random, prompt: int, output: int) -> EngineProfile:
         law=law,
         kv_tokens=one + round((prompt + output) * rng.uniform(0.0, 2.0)) if tight else one * seqs,
         context_tokens_max=one,
-        cold_start_ms=rng.choice((1_000.0, 5_000.0, 12_000.0)),
+        cold_start_ms=rng.choice((1_000.0, 4_000.0, 10_000.0)),
         usd_per_gpu_hour=1.0,
         source="drawn",
         running_seqs_max=seqs,
@@ -204,30 +209,42 @@ def _profile(rng: Random, prompt: int, output: int) -> EngineProfile:
     )
 
 
-def _pools(rng: Random, profile: EngineProfile) -> tuple[tuple[Pool, ...], tuple[str, ...]]:
+def _pools(rng: Random, profile: EngineProfile) -> tuple[Pool, ...]:
     replicas = rng.choice((1, 1, 2, 2, 3, 4, 6, 12))
     ongoing = rng.choice((None, None, None, profile.running_seqs_max, 3 * profile.running_seqs_max))
     scaler = ReplicaScaler if rng.random() < 0.5 else None
-    law, kv = profile.law, profile.kv_tokens
-    engine = f"engine: step {law.a_ms:g} ms + {law.b_ms:g}/seq, {profile.running_seqs_max} seqs, {kv} KV tokens"
-    how = "autoscaled" if scaler else "fixed"
-    limit = f", at most {ongoing} open at one" if ongoing else ""
     if rng.random() < 0.25:
         decode = rng.choice((1, 2, 4))
-        pools = (
+        return (
             Pool(profile, min(replicas, 4), "prefill", ongoing, scaler),
             Pool(profile, decode, "decode", ongoing, scaler),
         )
-        return pools, (f"fleet: {pools[0].replicas} prefill, {decode} decode, {how}{limit}", engine)
-    return (Pool(profile, replicas, "both", ongoing, scaler),), (f"fleet: {replicas} replicas, {how}{limit}", engine)
+    return (Pool(profile, replicas, "both", ongoing, scaler),)
 
 
-def _carried_rps(profile: EngineProfile, prompt: int, output: int) -> float:
-    """Requests per second of one replica, roughly: prefill alone, decoding in a full batch as far as the KV goes."""
-    held = prompt + output / 2
+def _paced(pools: tuple[Pool, ...], prompt: int, output: int, carried_rps: float) -> tuple[Pool, ...]:
+    """The same pools with engines as slow as it takes to carry ``carried_rps``, down to :data:`ALONE_MS_MAX`."""
+    slower = min(_carried_rps(pools, prompt, output) / carried_rps, ALONE_MS_MAX / _alone_ms(pools, prompt, output))
+    law = pools[0].profile.law
+    law = replace(law, **{name: getattr(law, name) * slower for name in ("a_ms", "b_ms", "c_ms", "d_ms", "e_ms")})
+    return tuple(replace(pool, profile=replace(pool.profile, law=law)) for pool in pools)
+
+
+def _alone_ms(pools: tuple[Pool, ...], prompt: int, output: int) -> float:
+    law = pools[0].profile.law
+    return prompt * law.d_ms + output * law.step_ms(1, prompt + output)
+
+
+def _carried_rps(pools: tuple[Pool, ...], prompt: int, output: int) -> float:
+    """Requests per second, roughly: prefill alone, decoding in a full batch as far as the KV goes."""
+    profile = pools[0].profile
     batch = max(1, min(profile.running_seqs_max, int(profile.kv_tokens / (prompt + output))))
-    step_ms = profile.law.step_ms(batch, round(batch * held))
-    return 1_000.0 / (prompt * profile.law.d_ms + output * step_ms / batch)
+    step_ms = profile.law.step_ms(batch, round(batch * (prompt + output / 2)))
+    prefill_ms, decode_ms = prompt * profile.law.d_ms, output * step_ms / batch
+    if len(pools) == 1:
+        return pools[0].replicas * 1_000.0 / (prefill_ms + decode_ms)
+    first_ms = prefill_ms + profile.law.step_ms(1, 0)
+    return min(pools[0].replicas * 1_000.0 / first_ms, pools[1].replicas * 1_000.0 / decode_ms)
 
 
 def _config(rng: Random, pools: tuple[Pool, ...], carried_rps: float, gateways: int) -> PolicyConfig:
@@ -260,11 +277,11 @@ def _config(rng: Random, pools: tuple[Pool, ...], carried_rps: float, gateways: 
             replicas_min=smallest,
             replicas_max=max(replicas, rng.choice((replicas, 2 * replicas, 12))),
             up_ticks=rng.choice((1, 3)),
-            down_window_s=rng.choice((5.0, 20.0)),
+            down_window_s=rng.choice((5.0, 15.0)),
             inflight_target=rng.choice((2, 8)),
         ),
         control=ControlConfig(
-            tick_ms=rng.choice((500.0, 1_000.0)),
+            tick_ms=rng.choice((1_000.0, 2_000.0)),
             plan_ttl_ms=rng.choice((3_000.0, 10_000.0)),
             decisions_max=rng.choice((5, 1_000)),
             forget_after_ms=20_000.0,
@@ -277,6 +294,7 @@ def _network(rng: Random) -> NetworkSpec:
         client_ms=rng.choice((0.0, 0.2, 20.0)),
         hop_ms=rng.choice((0.0, 0.5, 5.0)),
         stats_period_ms=rng.choice((500.0, 2_000.0)),
+        report_period_ms=rng.choice((1_000.0, 2_000.0)),
         membership_lag_ms=rng.choice((0.0, 150.0, 1_000.0)),
         drain_grace_ms=rng.choice((0.0, 500.0, 2_000.0)),
         drain_ms_max=rng.choice((3_000.0, 30_000.0)),
@@ -301,10 +319,8 @@ def _faults(rng: Random) -> tuple[Fault, ...]:
     return tuple(sorted(faults, key=lambda f: f.at_ns))
 
 
-def _load(rng: Random, law: StepLaw, carried_rps: float, prompt: int, output: int) -> tuple[SourceFactory, str]:
+def _load(rng: Random, law: StepLaw, rate_rps: float, prompt: int, output: int) -> tuple[SourceFactory, str]:
     kind = rng.choice(("poisson", "bursty", "crowd", "chat", "agents", "groups", "users"))
-    factor = rng.choice((0.3, 0.7, 1.0, 1.5, 3.0))
-    rate_rps = min(factor * carried_rps, REQUESTS_MAX / LOAD_S)
     lengths = LogNormal(prompt, output, rng.choice((0.0, 0.7)), rng.choice((0.0, 0.7)), 3 * max(prompt, output))
     until = Options(duration_s=LOAD_S)
     constant = RateCurve.constant(rate_rps)
@@ -349,10 +365,10 @@ def _load(rng: Random, law: StepLaw, carried_rps: float, prompt: int, output: in
     else:
         source = concurrency(max(1, round(rate_rps * 3)), lengths, max(1, round(rate_rps * LOAD_S)), stagger_s=1.0)
     alone_s = (prompt * law.d_ms + output * law.step_ms(1, prompt + output)) / 1e3 + 0.5
-    light = RateCurve.steps([(QUIET_NS / 1e9, 0.0), (LIGHT_REQUESTS * 3 * alone_s, 1 / (3 * alone_s))])
+    light = RateCurve.steps([(QUIET_NS / 1e9, 0.0), (LIGHT_REQUESTS * 2 * alone_s, 1 / (2 * alone_s))])
     after = from_curve(light, Fixed(prompt, output), cv=0.0)
-    words = f"load: {kind}, {rate_rps:.2f} requests/s ({rate_rps / carried_rps:.1f} of what the fleet carries), "
-    return mixture(source, after), words + f"about {prompt} prompt and {output} output tokens"
+    words = f"load: {kind}, {rate_rps:.2f} requests/s of about {prompt} prompt and {output} output tokens"
+    return mixture(source, after), words
 
 
 def _words(scenario: Scenario) -> tuple[str, ...]:
@@ -364,7 +380,14 @@ def _words(scenario: Scenario) -> tuple[str, ...]:
         + (f", {f.factor:g} times slower" if f.kind == "slow" else "")
         for f in scenario.faults
     )
+    profile, first = scenario.pools[0].profile, scenario.pools[0]
+    engine = f"{profile.running_seqs_max} sequences, {profile.kv_tokens} KV tokens"
+    fleet = ", ".join(f"{p.replicas} {'replicas' if p.role == 'both' else p.role}" for p in scenario.pools)
+    fleet += ", autoscaled" if first.scaler else ", fixed"
+    fleet += f", at most {first.ongoing_max} open at one" if first.ongoing_max else ""
     return (
+        f"fleet: {fleet}",
+        f"engine: {profile.law.step_ms(1, 0):.1f} ms a step of one, {engine}",
         f"gateways: {scenario.gateways}, each at most {bounds}",
         f"bounds: {scaling.replicas_min}..{scaling.replicas_max} replicas",
         f"clients: {patience}, {clients.retries_max} retries, {clients.abort_share:.0%} leave early",
