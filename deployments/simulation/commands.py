@@ -15,6 +15,7 @@ from autoscaling.simulator.workload.trace import TraceError
 from deployments.settings_errors import SettingsError
 from deployments.simulation.choices import ChoiceError
 from deployments.simulation.fit_commands import fit
+from deployments.simulation.plan_commands import plan_command
 from deployments.simulation.plots import PlotError
 from deployments.simulation.replay_commands import replay
 from deployments.simulation.running import progress_on_stderr
@@ -54,5 +55,5 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 def register(cli: typer.Typer) -> None:
     """Add the simulator's commands to ``cli``."""
-    for command in (sim, replay, fit):
-        cli.command()(guarded(command))
+    for name, command in (("sim", sim), ("plan", plan_command), ("replay", replay), ("fit", fit)):
+        cli.command(name)(guarded(command))

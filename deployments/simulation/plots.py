@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from autoscaling.planner import Trial
+
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 3)))
 """Of the arms, in order; begins anew after eight."""
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 BINS = 120
 """Points of a line over time."""
@@ -64,15 +68,16 @@ def save_run_plots(folder: Path, arms: Sequence[Arm], objectives: ObjectivesConf
         ("ttft_over_time", ttft_over_time(arms, objectives)),
         ("distributions", distributions(arms, objectives)),
     ]
-    return [_save(folder, name, figure) for name, figure in drawn]
+    return [save_figure(folder, name, figure) for name, figure in drawn]
 
 
 def save_comparison_plot(folder: Path, compared: Sequence[Compared]) -> Path:
     """Draw the figures of a comparison into ``folder``. Raises as :func:`save_run_plots`."""
-    return _save(folder, "comparison", comparison(compared))
+    return save_figure(folder, "comparison", comparison(compared))
 
 
-def _save(folder: Path, name: str, figure: Figure) -> Path:
+def save_figure(folder: Path, name: str, figure: Figure) -> Path:
+    """Write ``figure`` as ``name``.png into ``folder`` and return its path. Raises ``OSError``."""
     path = folder / f"{name}.png"
     figure.savefig(path, dpi=110, metadata={"Software": None})
     return path
@@ -251,6 +256,36 @@ def distributions(arms: Sequence[Arm], objectives: ObjectivesConfig) -> Figure:
 def _completed_e2e(run: RunResult) -> list[float]:
     records = run.records
     return [e for e, o in zip(records.e2e_ms, records.outcome, strict=True) if records.outcomes.names[o] == "succeeded"]
+
+
+def tried(trials: Sequence[Trial], attainment: float, best: Trial | None) -> Figure:
+    """Return the tried fleets by price and share of requests kept; filled where all objectives held."""
+    figure, (panel,) = new_figure(1, 6.0)
+    sorts = list(dict.fromkeys(_sort_name(t) for t in trials))
+    for i, sort in enumerate(sorts):
+        own = [t for t in trials if _sort_name(t) == sort]
+        for holds in (True, False):
+            points = [(t.usd_per_hour, t.worst.attainment * 100) for t in own if t.holds is holds]
+            panel.scatter(
+                [x for x, _ in points], [y for _, y in points], s=80, marker=MARKERS[i % len(MARKERS)],
+                facecolors=COLOURS[i % len(COLOURS)] if holds else "none", edgecolors=COLOURS[i % len(COLOURS)],
+                linewidths=1.8, label=sort if holds else None,
+            )  # fmt: skip
+    if best is not None:
+        at = (best.usd_per_hour, best.worst.attainment * 100)
+        panel.annotate("best", at, (0, -24), textcoords="offset points", ha="center", fontsize=12)
+    panel.axhline(attainment * 100, color="0.35", linewidth=1.4, linestyle=(0, (2, 2)), label=f"goal {attainment:.1%}")
+    panel.set_xlabel("price of the fleet ($/h)")
+    panel.set_ylabel("requests within the objectives (%)")
+    panel.set_title("Fleets tried (filled: every objective held)")
+    panel.set_xlim(left=0)
+    legend(panel)
+    return figure
+
+
+def _sort_name(trial: Trial) -> str:
+    divided = ", divided" if trial.candidate.divided else ""
+    return f"{trial.candidate.profile.name}{divided}, {trial.candidate.mode}"
 
 
 def comparison(compared: Sequence[Compared]) -> Figure:
