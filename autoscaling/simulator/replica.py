@@ -21,7 +21,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from autoscaling.simulator.context import Attempt, Context, ns
-from autoscaling.simulator.engine import EngineEvent, EngineGauges, Job, SimEngine
+from autoscaling.simulator.engine import EngineEvent, EngineGauges, EngineWindow, Job, SimEngine
 from policies.events import RefusalKind, UpstreamFailure
 from policies.plan_follower import PlanFollower
 from policies.types import LATENCY_BOUNDS_MS, Histogram, Knobs, Mode, ReplicaReport, ReplicaState
@@ -100,6 +100,8 @@ class Replica:
         self._profile = serve.pool.profile
         self._jobs: dict[Job, Attempt] = {}
         self._engine: SimEngine | None = None
+        self._idle: tuple[EngineGauges, EngineWindow] | None = None
+        """Its gauges and an empty window, while it has no work and nothing was done to it since the last window."""
         self._wake_ns: int | None = None
         self._overhead_ns = ns(self._profile.request_overhead_ms)
         self._first_byte_ns = ns(self._profile.first_token_overhead_ms)
@@ -151,7 +153,7 @@ class Replica:
         self.slots_used -= len(cut)
         self.inside.clear()
         self._jobs.clear()
-        self._engine = self._wake_ns = None
+        self._engine = self._wake_ns = self._idle = None
         self.running = self.waiting = 0
         return cut
 
@@ -211,6 +213,7 @@ class Replica:
         serve = self._serve
         job = Job(ask.request, tokens, prefill_only=serve.is_prefill, kv_ready=serve.is_decode)
         attempt.job = job
+        self._idle = None
         self._jobs[job] = attempt
         self._see(now_ns, "submit", attempt)
         engine.submit(job, now_ns)
@@ -286,6 +289,7 @@ class Replica:
         engine = self._catch_up(now_ns)
         if engine is None:
             return
+        self._idle = None
         engine.set_speed(factor, now_ns)
         self.frozen_since_ns = now_ns if math.isinf(factor) else None
         self._wake_again()
@@ -331,6 +335,8 @@ class Replica:
         return ReplicaState.STUCK if self.is_stuck(now_ns) else ReplicaState.READY
 
     def _gauges(self, now_ns: int) -> EngineGauges:
+        if self._idle is not None:
+            return self._idle[0]
         assert self._engine is not None
         gauges = self._engine.gauges(now_ns)
         self.running, self.waiting = gauges.running, gauges.waiting
@@ -359,7 +365,7 @@ class Replica:
 
     def _on_report(self, now_ns: int, _: object) -> None:
         rng = self._report_rng
-        if self._catch_up(now_ns) is None or rng is None:
+        if rng is None or (self._idle is None and self._catch_up(now_ns) is None):
             return
         delays = self._ctx.delays
         jitter = 1 - REPORT_JITTER_SHARE + 2 * REPORT_JITTER_SHARE * rng.random()
@@ -371,12 +377,7 @@ class Replica:
 
     def _take_window(self, now_ns: int) -> ReplicaReport:
         """Close the window: the report, and the pool's totals."""
-        engine, profile = self._engine, self._profile
-        assert engine is not None
-        gauges, window = self._gauges(now_ns), engine.take_window(now_ns)
-        self._wake_again()
-        self._serve.add_window(window)
-        self._step = window.step_model
+        gauges, window, profile = self._gauges(now_ns), self._window(now_ns), self._profile
         window_ms = (now_ns - self._window_start_ns) / 1e6
         self._window_start_ns = now_ns
         self._report_seq += 1
@@ -411,6 +412,19 @@ class Replica:
             plan_seq=plan.seq if plan is not None else None,
         )
 
+    def _window(self, now_ns: int) -> EngineWindow:
+        """What the engine did since the last call; its gauges must have been read just now."""
+        if self._idle is not None:
+            return self._idle[1]
+        assert self._engine is not None
+        window = self._engine.take_window(now_ns)
+        self._wake_again()
+        self._serve.add_window(window)
+        self._step = window.step_model
+        if not (self.inside or self._wake_ns or self.running or self.waiting):
+            self._idle = self._engine.gauges(now_ns), self._engine.take_window(now_ns)
+        return window
+
     def _deliver(self, now_ns: int, report: ReplicaReport) -> None:
         plan = self._serve.controller.receive_replica(report, now_ns)
         if plan is not None and self._engine is not None:
@@ -421,11 +435,11 @@ class Replica:
         """The plan in force says what the engine may do; without one, or in shadow mode, start-up values hold."""
         plan = self._follower.current(now_ns)
         knobs = plan.knobs.get(self.id, START_UP) if plan is not None and plan.mode is Mode.ACT else START_UP
-        if knobs == self._knobs:
+        if knobs is self._knobs or knobs == self._knobs:
             return
         engine = self._catch_up(now_ns)
         if engine is not None:
-            self._knobs = knobs
+            self._knobs, self._idle = knobs, None
             engine.set_knobs(knobs, now_ns)
             self._wake_again()
 
