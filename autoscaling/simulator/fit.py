@@ -41,7 +41,10 @@ LIMIT_FACTOR = 2.0
 """Errors above this many median errors lose weight."""
 
 ROUNDS = 12
-"""Rounds of the robust fit."""
+"""Rounds of the robust fit at most."""
+
+SETTLED = 0.01
+"""Weights that move less end the rounds."""
 
 KNOT_STEPS_MIN = 30
 """Steps that must lie between two knots of a batch table chosen by :func:`batch_knots`."""
@@ -219,5 +222,7 @@ def _robust(rows: Sequence[Sequence[float]], samples: Sequence[StepSample]) -> l
         x = not_negative(weighted, weights, len(rows[0]))
         errors = [abs(sum(v * c for v, c in zip(row, x, strict=True)) - 1) for row in relative]
         limit = max(1e-6, LIMIT_FACTOR * sorted(errors)[len(errors) // 2])
-        weights = [1.0 if e <= limit else math.sqrt(limit / e) for e in errors]
+        before, weights = weights, [1.0 if e <= limit else math.sqrt(limit / e) for e in errors]
+        if max(abs(a - b) for a, b in zip(before, weights, strict=True)) < SETTLED:
+            break
     return x

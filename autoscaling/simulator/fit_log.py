@@ -52,8 +52,9 @@ TTFT_SOFT_MS = 50.0
 PRIOR_WEIGHT = 0.1
 
 ROUNDS_MAX = 12
-DIFFERENCE = 0.05
-"""Relative change of a coefficient whose effect is looked at: small ones drown in the noise of scheduling."""
+DIFFERENCES = (0.1, 0.03)
+"""Relative changes of a coefficient whose effect is looked at, one search after the other: small ones drown in the
+noise of scheduling while the law is far off."""
 
 SAMPLE_NS = 1_000_000_000
 """Pace of the samples of running requests and KV use, as in vLLM's own statistics."""
@@ -225,8 +226,9 @@ def fit_log(profile: EngineProfile, log: Sequence[LoggedRequest], fitted: int | 
         made = replay_log(_with(profile, x), log).requests
         return [*_residuals(log[:seen], made), *(PRIOR_WEIGHT * v for v in x)]
 
-    start = [0.0] * _unknowns(profile)
-    x, square = minimise(residuals, start, rounds_max=ROUNDS_MAX, step=DIFFERENCE)
+    x, square = [0.0] * _unknowns(profile), math.inf
+    for difference in DIFFERENCES:
+        x, square = minimise(residuals, x, rounds_max=ROUNDS_MAX, step=difference)
     return LogFit(_with(profile, x), math.sqrt(square / seen), runs)
 
 
