@@ -160,12 +160,14 @@ class Replica:
     def _on_grace_over(self, now_ns: int, _: object) -> None:
         if self.phase is Phase.DRAINING:
             self.enter(Phase.REFUSING, now_ns)
-            self._look_if_empty(now_ns)
+            if self.is_stuck(now_ns):
+                self._serve.cut(self, now_ns)
+            else:
+                self._look_if_empty(now_ns)
 
     def _on_drain_over(self, now_ns: int, _: object) -> None:
         if self.phase in LEAVING:
-            self._ctx.counters["cut"] += len(self.inside)
-            self._serve.stopped(self, now_ns)
+            self._serve.cut(self, now_ns)
 
     def _look_if_empty(self, now_ns: int) -> None:
         if self.phase is Phase.REFUSING and not self.inside:

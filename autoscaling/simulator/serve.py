@@ -1,13 +1,16 @@
 """Ray Serve's side of one pool: how many replicas there are, who starts, who leaves, and what gateways learn of it.
 
-    starting + ready < target   start as many; a failed start is tried again after 1, 2, 4, ... 64 s
+    starting + ready < target   start as many; a failed start is tried again at Serve's next loop
     starting + ready > target   those still starting go first, the newest first, then the newest ready ones, which drain
-    a dead or stuck replica     is noticed at a health check and replaced
+    a dead replica              is noticed at its next health check and replaced
+    a stuck replica             is replaced after three failed checks in a row; it drains, and nobody waits for it
 
 Once a second Serve tells the controller its numbers and takes its plan; the plan in force (the live ``PlanFollower``)
 sets the target as ``deployments/scaling.py`` does, or the scenario's ``local_rule`` decides, which may be that very
-function. Serve's behaviour was read in Ray 2.60: pending replicas are stopped before running ones and newer before
-older ones, start-up back-off doubles up to 64 s, three failed health checks in a row end a replica.
+function. Serve's behaviour was read in Ray 2.60 (``_private/deployment_state.py``, ``deployment_scheduler.py``): those
+that do not run yet are stopped before those that do, newer before older ones; failed starts are tried again at once,
+without end once a replica of the version ran; a crashed actor is unhealthy at the next check, a failing one at the
+third in a row, and is then stopped gracefully.
 
 What this must not do: decide how many replicas there should be.
 """
@@ -31,7 +34,9 @@ if TYPE_CHECKING:
 EXCHANGE_NS = 1_000_000_000
 """Period of Serve's exchange with the controller, and of the pool's timeline."""
 
-BACK_OFF_MS_MAX = 64_000.0
+LOOP_NS = 100_000_000
+"""Period of Serve's control loop: a failed start is seen and tried again after it."""
+
 UNHEALTHY_CHECKS = 3
 """Failed health checks in a row that end a replica."""
 
@@ -67,8 +72,6 @@ class PoolServe:
         self._made = 0
         self._rng = ctx.rng(f"serve/{index}")
         self._follower = PlanFollower()
-        self._fails_in_a_row = 0
-        self._back_off_until_ns = 0
         self._totals = Totals()
         self._lived_ns = self._served_ns = self._starts = self._most = 0
 
@@ -106,7 +109,6 @@ class PoolServe:
     def _on_started(self, now_ns: int, replica: Replica) -> None:
         if replica.phase is not Phase.STARTING:
             return
-        self._fails_in_a_row = 0
         replica.become_ready(now_ns, (now_ns - replica.began_ns) / 1e6)
         self._changed(now_ns)
 
@@ -114,13 +116,10 @@ class PoolServe:
         if replica.phase is not Phase.STARTING:
             return
         self._ctx.counters["starts_failed"] += 1
-        back_off_ms = min(BACK_OFF_MS_MAX, 1_000.0 * 2.0 ** min(self._fails_in_a_row, 10))
-        self._fails_in_a_row += 1
-        self._back_off_until_ns = max(self._back_off_until_ns, now_ns + ns(back_off_ms))
         self._remove(replica, Phase.DEAD, now_ns)
-        self._ctx.queue.at(self._back_off_until_ns, self._on_back_off_over)
+        self._ctx.queue.at(now_ns + LOOP_NS, self._on_loop)
 
-    def _on_back_off_over(self, now_ns: int, _: object) -> None:
+    def _on_loop(self, now_ns: int, _: object) -> None:
         self._reconcile(now_ns)
 
     # --- the number ---------------------------------------------------------------------------------------------------
@@ -133,7 +132,7 @@ class PoolServe:
     def _reconcile(self, now_ns: int) -> None:
         starting, running = self.of_phase(Phase.STARTING), self.running()
         missing = self.target - len(starting) - len(running)
-        if missing > 0 and now_ns >= self._back_off_until_ns:
+        if missing > 0:
             for _ in range(missing):
                 self._start(now_ns)
             self._most = max(self._most, len(self.replicas))
@@ -218,16 +217,20 @@ class PoolServe:
         if replica.frozen_since_ns is None or replica.id not in self.replicas:
             return
         failed = failed + 1 if replica.is_stuck(now_ns) else 0
-        if failed and replica.phase in LEAVING:
-            self._ctx.counters["cut"] += len(replica.inside)
-            self.stopped(replica, now_ns)
-        elif failed >= UNHEALTHY_CHECKS:
-            self._remove(replica, Phase.DEAD, now_ns)
+        if failed and replica.phase is Phase.REFUSING:
+            self.cut(replica, now_ns)
+            return
+        if failed >= UNHEALTHY_CHECKS and replica.phase is Phase.READY:
+            replica.drain(now_ns)
             self._changed(now_ns)
             self._reconcile(now_ns)
-        else:
-            period_ns = ns(self._ctx.scenario.network.health_period_ms)
-            self._ctx.queue.at(now_ns + period_ns, self._on_health, (replica, failed))
+        period_ns = ns(self._ctx.scenario.network.health_period_ms)
+        self._ctx.queue.at(now_ns + period_ns, self._on_health, (replica, failed))
+
+    def cut(self, replica: Replica, now_ns: int) -> None:
+        """A leaving replica stops with requests inside: its time is over, or it is stuck."""
+        self._ctx.counters["cut"] += len(replica.inside)
+        self.stopped(replica, now_ns)
 
     def _remove(self, replica: Replica, phase: Phase, now_ns: int) -> None:
         del self.replicas[replica.id]
