@@ -187,6 +187,8 @@ def _output_tokens(line: RequestLine, mean_output: float) -> int:
 # --- the fleet --------------------------------------------------------------------------------------------------------
 
 
+SILENT_NS = 5_000_000_000
+"""A replica that has not reported for this long is gone."""
 AFTER_NS_MAX = 600_000_000_000
 """What the controller recorded longer than this after the last answer is left out."""
 
@@ -354,16 +356,16 @@ def _timeline(history: FleetHistory, start_unix_ns: int, end_ns: int) -> list[Fl
     samples: list[FleetSample] = []
     reports = iter(history.reports)
     held = next(reports, None)
-    last: dict[str, ReplicaReport] = {}
+    heard: dict[str, tuple[int, ReplicaReport]] = {}
     for at, line in history.timeline:
         while held is not None and held[0] <= at:
-            last[held[1].replica_id] = held[1]
+            heard[held[1].replica_id] = held
             held = next(reports, None)
         if not 0 <= at - start_unix_ns <= end_ns:
             continue
-        view = line.view
-        draining = sum(1 for r in last.values() if r.state is ReplicaState.DRAINING)
-        waiting, running = sum(r.waiting for r in last.values()), sum(r.running for r in last.values())
+        view, last = line.view, [r for since, r in heard.values() if at - since <= SILENT_NS]
+        draining = sum(1 for r in last if r.state is ReplicaState.DRAINING)
+        waiting, running = sum(r.waiting for r in last), sum(r.running for r in last)
         starting = max(0, view.replicas_target - view.replicas_running)
         samples.append(
             FleetSample(
@@ -378,5 +380,5 @@ def _replica_hours(timeline: Sequence[FleetSample], end_ns: int) -> float:
     for i, sample in enumerate(timeline):
         begin_ns = 0 if i == 0 else sample.at_ns
         until_ns = timeline[i + 1].at_ns if i + 1 < len(timeline) else end_ns
-        total_ns += (sample.ready + sample.starting) * max(0, until_ns - begin_ns)
+        total_ns += (sample.ready + sample.starting + sample.draining) * max(0, until_ns - begin_ns)
     return total_ns / 3_600e9

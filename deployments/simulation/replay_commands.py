@@ -107,6 +107,8 @@ def replay(
         ", ".join([*([str(config)] if config else []), *(changes or ())]),
     )
     lives = [w for w in writers if w.header.source == "controller"]
+    fleet = None if decisions else load_recording(writers, seed, warn)
+    engine = None if fleet is None else _engine(fleet, asked)
     content: dict[str, Json] = {"command": "replay", "recording": [str(path) for path in recording]}
     found = [_replay_life(life, asked if decisions else _Asked(), warn) for life in lives]
     _tell_decisions(console, lives, found, changed=decisions and asked.name != "")
@@ -114,8 +116,8 @@ def replay(
         {"name": f.name, "ticks": f.ticks, "decisions": f.decisions, "differing": f.differing, "note": f.note}
         for f in found
     ]
-    if not decisions:
-        content |= _replay_traffic(console, writers, asked, seed, progress, warn)
+    if fleet is not None and engine is not None:
+        content |= _replay_traffic(console, fleet, engine, asked, progress)
     if json_file is not None:
         write_json(json_file, content)
     same_code = all(life.header.code == code_digest() for life in lives)
@@ -182,21 +184,14 @@ def _tell_decisions(console: Console, lives: Sequence[Writer], found: Sequence[L
 
 
 def _replay_traffic(
-    console: Console,
-    writers: Sequence[Writer],
-    asked: _Asked,
-    seed: int,
-    progress: Progress,
-    warn: Callable[[str], None],
+    console: Console, fleet: RecordedFleet, engine: EngineProfile, asked: _Asked, progress: Progress
 ) -> dict[str, Json]:
-    fleet = load_recording(writers, seed, warn)
     traffic, history, header = fleet.traffic, fleet.history, fleet.header
-    learned = profile_of(history, header.model) if history.reports or asked.profile is None else asked.profile
-    runs = [("recorded", recorded_run(traffic, history, learned), header.config)]
-    scenarios = [fleet.scenario("simulated as recorded", learned)]
+    runs = [("recorded", recorded_run(traffic, history, engine), header.config)]
+    scenarios = [fleet.scenario("simulated as recorded", engine)]
     if asked.name:
         name = f"simulated with {asked.name}"
-        scenarios.append(fleet.scenario(name, asked.profile or learned, asked.config, asked.router, asked.scaler))
+        scenarios.append(fleet.scenario(name, asked.profile or engine, asked.config, asked.router, asked.scaler))
     with stop_on_ctrl_c() as stop:
         for scenario in scenarios:
             if not stop.asked:
@@ -210,6 +205,13 @@ def _replay_traffic(
         "moves": [[move.plain() for move in moves_of(result, c, history, traffic)] for _, result, c in runs],
         "interrupted": stop.asked,
     }
+
+
+def _engine(fleet: RecordedFleet, asked: _Asked) -> EngineProfile:
+    """The engine as its replicas reported it; without a report the one that was named."""
+    if asked.profile is not None and not fleet.history.reports:
+        return asked.profile
+    return profile_of(fleet.history, fleet.header.model)
 
 
 @dataclass(frozen=True, slots=True)
