@@ -13,7 +13,7 @@ STACK := tests/contract tests/serve
 ENGINE := tests/engine
 BENCHES := startup added_ttft relay_cpu affinity token_budget scaling controller_kill
 
-.PHONY: help serve stop model doctor check format lint types imports unit property test stack engine bench lock install dev
+.PHONY: help serve stop model doctor check format lint types imports unit property test stack engine sim bench lock install dev
 
 help: ## Show this
 	grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -64,6 +64,9 @@ stack: dev
 engine: dev
 	$(PY) -m deployments.cli model
 	$(PYTEST) $(ENGINE)
+
+sim: dev ## Check the policies in scenarios drawn from a seed: make sim SEED=7 COUNT=100
+	$(PY) -m deployments.simulation.swarm --seed $(or $(SEED),1) --count $(or $(COUNT),1)
 
 bench: dev ## Run every benchmark and print its table
 	$(PY) -m deployments.cli model

@@ -52,7 +52,7 @@ from policies.events import (
 )
 from policies.types import ReplicaId
 
-STEADY_NS = 15_000_000_000
+STEADY_NS = 10_000_000_000
 """The fleet must stand still for this long before the end."""
 
 BROKEN_MAX = 2
@@ -81,7 +81,10 @@ class Violation(Exception):  # noqa: N818 - a finding, not an error of the progr
 class _Request:
     """What was seen of one request at one gateway."""
 
-    __slots__ = ("attempts", "broken", "closed", "ended", "errors", "first_byte", "must_pay", "over", "tried", "waits")
+    __slots__ = (
+        "attempts", "broken", "closed", "ended", "errors", "first_byte", "must_pay", "over", "tried", "wait_until_ns",
+        "waits",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.tried: list[ReplicaId] = []
@@ -91,6 +94,7 @@ class _Request:
         self.errors = 0
         self.must_pay = False
         self.waits = False
+        self.wait_until_ns: int | None = None
         self.closed = ""
         """Why it must not be sent any more."""
         self.ended = False
@@ -148,6 +152,8 @@ class Checker:
                 self._on_dispatch(now_ns, gateway, request, request_id, effect.replica_id)
             elif isinstance(effect, WaitForReplica):
                 request.waits = True
+                if request.wait_until_ns is None:
+                    request.wait_until_ns = now_ns + round(self._scenario.config.admission.no_replica_wait_ms * 1e6)
             elif isinstance(effect, SendError | SendStreamError):
                 self._on_error(now_ns, request, request_id, effect)
             elif isinstance(effect, Finish):
@@ -155,6 +161,9 @@ class Checker:
         self._check_admission(now_ns, gateway)
 
     def _take(self, now_ns: int, request: _Request, request_id: str, event: Event) -> None:
+        if request.waits and request.wait_until_ns is not None and now_ns > request.wait_until_ns + 1_000_000:
+            late_ms = (now_ns - request.wait_until_ns) / 1e6
+            raise Violation("bound", now_ns, f"it waited {late_ms:g} ms too long for a replica", request_id)
         if isinstance(event, FirstByte):
             if request.first_byte:
                 raise Violation("one-answer", now_ns, "a second first byte", request_id)
@@ -347,6 +356,11 @@ class Checker:
         held = {name: n for name, n in counts.items() if n and name != "attempts_left"}
         if held:
             raise Violation("drained", now_ns, f"gateway {gateway} still holds {held}")
+        for pool in self._world.pools if self._world is not None else ():
+            for replica in pool.replicas.values():
+                if replica.slots_used or replica.inside:
+                    what = f"{replica.slots_used} slots of {replica.id} are used, {len(replica.inside)} are inside"
+                    raise Violation("drained", now_ns, what)
 
     def finish(self, result: RunResult, quiet_ns: int) -> None:
         """Look at what the run left. What came after ``quiet_ns`` met a healthy fleet without a backlog."""

@@ -23,6 +23,7 @@ from typing import TypeAlias
 
 from autoscaling.recommend import ReplicaScaler
 from autoscaling.simulator.checks import Checker, Violation
+from autoscaling.simulator.events import LOOK_EVENTS
 from autoscaling.simulator.faults import KINDS
 from autoscaling.simulator.records import RunResult
 from autoscaling.simulator.spec import (
@@ -54,14 +55,14 @@ from policies.config import (
     ScalingConfig,
 )
 
-LOAD_S = 20.0
-FAULT_S = 12.0
+LOAD_S = 16.0
+FAULT_S = 10.0
 """Longest fault; the last one begins when the load ends."""
-RECOVER_S = 40.0
+RECOVER_S = 25.0
 """From the end of the last fault to the light load."""
-LIGHT_REQUESTS = 3
+LIGHT_REQUESTS = 2
 """One after the other, each alone: no bound of admission may refuse them."""
-SETTLE_S = 45.0
+SETTLE_S = 26.0
 """More than the down window and the longest back-off of failed starts that can still be open."""
 EVENTS_MAX = 3_000_000
 """A run with more events never ends."""
@@ -115,7 +116,7 @@ def check(scenario: Scenario) -> RunResult:
     def stop() -> bool:
         nonlocal looks
         looks += 1
-        return looks * 2_048 > EVENTS_MAX
+        return looks * LOOK_EVENTS > EVENTS_MAX
 
     try:
         world = World(scenario, checker)
@@ -128,6 +129,8 @@ def check(scenario: Scenario) -> RunResult:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}"
         raise Violation("no-error", at_ns, f"{type(error).__name__}: {error} ({where})") from error
+    if looks * LOOK_EVENTS > EVENTS_MAX:
+        raise Violation("drained", result.end_ns, f"no end after {EVENTS_MAX} events")
     checker.finish(result, QUIET_NS)
     return result
 
@@ -277,11 +280,11 @@ def _config(rng: Random, pools: tuple[Pool, ...], carried_rps: float, gateways: 
             replicas_min=smallest,
             replicas_max=max(replicas, rng.choice((replicas, 2 * replicas, 12))),
             up_ticks=rng.choice((1, 3)),
-            down_window_s=rng.choice((5.0, 15.0)),
+            down_window_s=rng.choice((4.0, 8.0)),
             inflight_target=rng.choice((2, 8)),
         ),
         control=ControlConfig(
-            tick_ms=rng.choice((1_000.0, 2_000.0)),
+            tick_ms=rng.choice((1_000.0, 2_000.0, 2_000.0)),
             plan_ttl_ms=rng.choice((3_000.0, 10_000.0)),
             decisions_max=rng.choice((5, 1_000)),
             forget_after_ms=20_000.0,
@@ -294,7 +297,7 @@ def _network(rng: Random) -> NetworkSpec:
         client_ms=rng.choice((0.0, 0.2, 20.0)),
         hop_ms=rng.choice((0.0, 0.5, 5.0)),
         stats_period_ms=rng.choice((500.0, 2_000.0)),
-        report_period_ms=rng.choice((1_000.0, 2_000.0)),
+        report_period_ms=rng.choice((1_000.0, 2_000.0, 2_000.0)),
         membership_lag_ms=rng.choice((0.0, 150.0, 1_000.0)),
         drain_grace_ms=rng.choice((0.0, 500.0, 2_000.0)),
         drain_ms_max=rng.choice((3_000.0, 30_000.0)),
