@@ -13,14 +13,14 @@ from autoscaling.simulator.client import SourceError
 from autoscaling.simulator.spec import ClientSpec, Pool, SimRequest
 from autoscaling.simulator.world import ScenarioError, run
 from policies.config import AdmissionConfig, PolicyConfig
-from tests.sim.worlds import PROFILE, SECOND, Watcher, listed, poisson, settled
+from tests.sim.worlds import PROFILE, SECOND, SLOW, Watcher, listed, poisson, settled
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_request_is_one_row_and_succeeds_in_a_fleet_with_room() -> None:
     watcher = Watcher()
-    result = run(poisson(rate_ps=15, seconds=20, replicas=3), observer=watcher)
+    result = run(poisson(rate_ps=15, seconds=15, replicas=3), observer=watcher)
     settled(result, watcher)
     assert result.counters["succeeded"] == len(result.records) > 200
     for row in result.records:
@@ -95,7 +95,9 @@ def test_a_closed_loop_goes_on_when_its_answer_is_there() -> None:
 def test_impatient_clients_leave_and_their_work_is_aborted() -> None:
     watcher = Watcher()
     clients = ClientSpec(patience_ms=300)
-    result = run(poisson(rate_ps=60, seconds=10, replicas=1, prompt=2_000, clients=clients), observer=watcher)
+    result = run(
+        poisson(rate_ps=7, seconds=15, replicas=1, profile=SLOW, prompt=2_000, clients=clients), observer=watcher
+    )
     settled(result, watcher)
     gave_up = [r for r in result.records if r.outcome == "cancelled"]
     assert len(gave_up) > 20
@@ -106,7 +108,7 @@ def test_impatient_clients_leave_and_their_work_is_aborted() -> None:
 def test_clients_repeat_at_most_as_often_as_they_may() -> None:
     watcher = Watcher()
     clients = ClientSpec(patience_ms=200, retries_max=2, retry_pause_ms=100)
-    scenario = poisson(rate_ps=60, seconds=8, replicas=1, prompt=2_000, clients=clients)
+    scenario = poisson(rate_ps=7, seconds=10, replicas=1, profile=SLOW, prompt=2_000, clients=clients)
     result = run(scenario, observer=watcher)
     settled(result, watcher)
     tries = [r.tries for r in result.records]
@@ -131,7 +133,7 @@ def test_retry_after_is_waited_for() -> None:
 
 def test_some_clients_leave_in_the_middle_of_the_answer() -> None:
     watcher = Watcher()
-    result = run(poisson(rate_ps=10, seconds=30, clients=ClientSpec(abort_share=0.3)), observer=watcher)
+    result = run(poisson(rate_ps=10, seconds=15, clients=ClientSpec(abort_share=0.3)), observer=watcher)
     settled(result, watcher)
     left = [r for r in result.records if r.reason == "left"]
     assert 0.2 < len(left) / len(result.records) < 0.4
@@ -141,7 +143,7 @@ def test_some_clients_leave_in_the_middle_of_the_answer() -> None:
 def test_serves_slots_bound_what_a_replica_holds_and_nobody_is_lost() -> None:
     watcher = Watcher()
     pool = Pool(PROFILE, 2, ongoing_max=3)
-    result = run(poisson(rate_ps=40, seconds=10, pool=pool), observer=watcher)
+    result = run(poisson(rate_ps=40, seconds=5, pool=pool), observer=watcher)
     settled(result, watcher)
     assert result.counters["slot_waits"] > 50
     assert result.counters["succeeded"] == len(result.records)
@@ -182,7 +184,7 @@ def test_nonsense_is_named() -> None:
 
 
 def test_use_of_the_pool_is_counted() -> None:
-    result = run(poisson(rate_ps=20, seconds=30, replicas=3))
+    result = run(poisson(rate_ps=12, seconds=15, replicas=3))
     pool = result.pools[0]
     assert pool.replica_hours == pytest.approx(3 * result.end_ns / 3.6e12)
     assert pool.gpu_hours == 2 * pool.replica_hours

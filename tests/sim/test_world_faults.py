@@ -17,7 +17,7 @@ from tests.sim.worlds import PROFILE, SECOND, Watcher, listed, poisson, settled
 AT = 5 * SECOND
 
 
-def faulty(*faults: Fault, replicas: int = 3, seconds: float = 15, rate_ps: float = 12, **more: Any) -> Scenario:
+def faulty(*faults: Fault, replicas: int = 3, seconds: float = 15, rate_ps: float = 9, **more: Any) -> Scenario:
     return poisson(rate_ps=rate_ps, seconds=seconds, replicas=replicas, faults=faults, **more)
 
 
@@ -144,7 +144,7 @@ def test_blind_gateways_route_on_by_their_own_counts() -> None:
 
 def test_failed_starts_are_tried_again_until_one_succeeds() -> None:
     faults = (Fault("start_fail", 0, 40 * SECOND), Fault("kill", AT))
-    result, watcher = watched(faulty(*faults, seconds=80, rate_ps=3))
+    result, watcher = watched(faulty(*faults, seconds=60, rate_ps=2))
     begins = [s for s in watcher.times("starting") if s > 0]
     assert begins == [10.0, 20.1, 30.2, 40.3]  # each takes 10 s, Serve's loop the rest
     assert result.counters["starts_failed"] == 3
@@ -195,6 +195,6 @@ def all_kinds() -> Sequence[Fault]:
 
 
 def test_all_faults_together_lose_nothing_and_repeat() -> None:
-    scenario = poisson(rate_ps=15, seconds=15, pool=Pool(PROFILE, 4), faults=tuple(all_kinds()))
+    scenario = poisson(rate_ps=12, seconds=12, pool=Pool(PROFILE, 4), faults=tuple(all_kinds()))
     first, _ = watched(scenario)
     assert run(scenario).digest == first.digest

@@ -13,7 +13,7 @@ from policies.config import ControlConfig, PolicyConfig, ScalingConfig
 from policies.control.scaler import ScaleAdvice
 from policies.control.signals import Signals
 from policies.types import Mode, Reason
-from tests.sim.worlds import PROFILE, SECOND, Watcher, listed, poisson, settled
+from tests.sim.worlds import PROFILE, SECOND, SLOW, Watcher, listed, poisson, settled
 
 SCALING = PolicyConfig(scaling=ScalingConfig(replicas_max=6, down_window_s=10))
 
@@ -32,9 +32,9 @@ class Script:
         return ScaleAdvice(number, Reason("Script", "as written"))
 
 
-def scripted(steps: dict[int, int], replicas: int, seconds: float = 40, **more: Any) -> Scenario:
+def scripted(steps: dict[int, int], replicas: int, seconds: float = 36, **more: Any) -> Scenario:
     pool = Pool(PROFILE, replicas, scaler=lambda _: Script(steps))
-    return poisson(rate_ps=8, seconds=seconds, pool=pool, config=SCALING, output=120, **more)
+    return poisson(rate_ps=5, seconds=seconds, pool=pool, config=SCALING, output=120, **more)
 
 
 def test_more_replicas_come_after_their_cold_start() -> None:
@@ -98,9 +98,9 @@ def test_a_stream_longer_than_the_drain_time_is_cut_and_counted() -> None:
 
 def test_the_live_scaler_follows_load_up_and_down() -> None:
     watcher = Watcher()
-    quiet = [SimRequest(100_000 + i, (60 + 2 * i) * SECOND, 50, 10) for i in range(60)]
-    busy = [SimRequest(i, i * SECOND // 25, 4_000, 60) for i in range(60 * 25)]
-    pools = (Pool(PROFILE, 1, scaler=ReplicaScaler),)
+    quiet = [SimRequest(100_000 + i, (60 + 2 * i) * SECOND, 50, 10) for i in range(45)]
+    busy = [SimRequest(i, i * SECOND // 3, 4_000, 50) for i in range(60 * 3)]
+    pools = (Pool(SLOW, 1, scaler=ReplicaScaler),)
     result = run(listed([*busy, *quiet], pools=pools, config=SCALING), observer=watcher)
     settled(result, watcher)
     assert result.counters["succeeded"] == len(result.records)
@@ -131,8 +131,8 @@ def test_a_dead_controller_changes_nothing_and_its_successor_knows_nothing() -> 
 
 def test_without_a_plan_the_local_rule_may_raise_the_number() -> None:
     fault = Fault("controller", SECOND, 200 * SECOND)
-    pool = Pool(PROFILE, 1, scaler=lambda _: Script({}))
-    load: dict[str, Any] = {"rate_ps": 25, "seconds": 30, "prompt": 3_000, "config": SCALING, "faults": (fault,)}
+    pool = Pool(SLOW, 1, scaler=lambda _: Script({}))
+    load: dict[str, Any] = {"rate_ps": 4, "seconds": 30, "prompt": 3_000, "config": SCALING, "faults": (fault,)}
     alone = run(poisson(pool=pool, **load))
     ruled = run(poisson(pool=pool, local_rule=decide, **load))
     assert {s.target for s in alone.pools[0].timeline} == {1}
@@ -141,8 +141,8 @@ def test_without_a_plan_the_local_rule_may_raise_the_number() -> None:
 
 def test_in_shadow_mode_decisions_are_written_and_not_followed() -> None:
     config = PolicyConfig(scaling=ScalingConfig(replicas_max=6, up_ticks=1), control=ControlConfig(mode=Mode.SHADOW))
-    pool = Pool(PROFILE, 1, scaler=ReplicaScaler)
-    result = run(poisson(rate_ps=40, seconds=30, prompt=4_000, pool=pool, config=config))
+    pool = Pool(SLOW, 1, scaler=ReplicaScaler)
+    result = run(poisson(rate_ps=5, seconds=30, prompt=3_500, pool=pool, config=config))
     assert any(d.lever == "replicas" and not d.acted for d in result.decisions)
     assert {s.target for s in result.pools[0].timeline} == {1}
 

@@ -18,7 +18,7 @@ MOVES = replace(PROFILE, kv_bytes_per_token=100_000, kv_transfer_gb_s=1.0)
 
 def split(prefill: int = 2, decode: int = 2, **more: Any) -> Scenario:
     pools = (Pool(MOVES, prefill, "prefill"), Pool(MOVES, decode, "decode", more.pop("ongoing_max", None)))
-    return poisson(pools=pools, **more)
+    return poisson(pools=pools, **({"rate_ps": 8, "seconds": 12} | more))
 
 
 def watched(scenario: Scenario) -> tuple[RunResult, Watcher]:
@@ -76,7 +76,7 @@ def test_the_decode_pool_respects_its_bound() -> None:
 def test_each_pool_has_a_controller_of_its_own() -> None:
     pools = (Pool(MOVES, 1, "prefill", scaler=ReplicaScaler), Pool(MOVES, 1, "decode", scaler=ReplicaScaler))
     config = PolicyConfig(scaling=ScalingConfig(replicas_max=4))
-    _, watcher = watched(poisson(pools=pools, rate_ps=10, seconds=20, config=config))
+    _, watcher = watched(poisson(pools=pools, rate_ps=5, seconds=10, config=config))
     models = {pool: t.signals.model for _, pool, t in watcher.ticks}
     assert models == {0: "m/prefill", 1: "m/decode"}
     known = {pool: {r.replica_id.split("-")[0] for r in t.signals.replicas} for _, pool, t in watcher.ticks}

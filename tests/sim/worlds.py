@@ -25,6 +25,9 @@ PROFILE = EngineProfile(
     source="made up for tests",
 )
 
+SLOW = replace(PROFILE, name="slow", law=StepLaw(60.0, 0.5, 0.2, 0.1))
+"""A tenth as fast: a few requests are a load."""
+
 
 class Poisson:
     """Open-loop arrivals at ``rate_ps`` for ``seconds``."""
