@@ -49,6 +49,8 @@ class Policies:
         """Rank the fleet for ``request`` without ``exclude``, trusting prefix hits as the plan in force says."""
         plan = self.plan_follower.current(now_ns)
         strength = plan.affinity_strength if plan is not None else None
+        if isinstance(self.router, Router):
+            return self.router.choose_among(request, self.fleet, exclude, strength, now_ns)
         return self.router.choose(request, self.fleet.views(now_ns, exclude), strength, now_ns)
 
 

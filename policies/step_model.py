@@ -76,14 +76,20 @@ def prefill_ms(c: StepCoefficients, tokens: float, chunk_tokens: float, running:
     ``running`` and ``kv_tokens`` are the other sequences of these steps and the KV they hold; the prompt itself adds
     one sequence, and its own KV as it grows. 0 tokens take 0 ms. Raises ``ValueError`` for a chunk below one token.
     """
+    return chunked_prefill_ms(c, tokens, chunk_tokens, predict_step_ms(c, running + 1, kv_tokens, 0))
+
+
+def chunked_prefill_ms(c: StepCoefficients, tokens: float, chunk_tokens: float, step_ms: float) -> float:
+    """:func:`prefill_ms` where ``step_ms``, a step with all sequences and no prompt token in it, is known already."""
     if tokens <= 0:
         return 0.0
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, is {chunk_tokens}")
+    if tokens <= chunk_tokens:
+        return step_ms + c.d_ms * tokens
     steps = math.ceil(tokens / chunk_tokens)
     own_kv_tokens = chunk_tokens * steps * (steps - 1) / 2
-    fixed_ms = steps * (c.a_ms + c.b_ms * (running + 1) + c.c_ms * kv_tokens / 1000)
-    return fixed_ms + c.c_ms * own_kv_tokens / 1000 + c.d_ms * tokens
+    return steps * step_ms + c.c_ms * own_kv_tokens / 1000 + c.d_ms * tokens
 
 
 class StepModel:

@@ -12,19 +12,30 @@ missing, of the wrong type, negative or not finite is unknown; other keys are ig
 A replica that said it drains is unavailable for good. One that said it is stuck is unavailable while that sample is
 fresh: after that nothing is known, and it is judged by local counts like any other silent replica (fail open).
 
+Nothing is computed for replicas where nothing happened. The live router reads the :class:`Board` of standings, which
+:meth:`Fleet.board` brings up to date: replicas whose local counts changed, and those whose sample grew too old. New
+samples of a large fleet are put in their places :data:`SAMPLES_AT_ONCE` at an update and :data:`SAMPLES_PER_CHOICE` at
+each choice, so that neither stalls the other work of a gateway. Until then such a replica keeps its old place among the
+least loaded and in the mean; where it is looked at (:meth:`Fleet.standings`) its last sample counts. Other strategies
+get :meth:`Fleet.views`.
+
+
 What this must not do: drop load or prefixes of removed members itself (their owners do, with what ``update`` returns).
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from typing import TypeAlias
 
 from policies.config import RoutingConfig
+from policies.routing.board import Board
 from policies.routing.load import LoadBook
-from policies.types import ReplicaId, ReplicaState, ReplicaView, Sampled, StepCoefficients
+from policies.routing.predict import CHUNK_TOKENS_GUESS, Standing, join
+from policies.types import ReplicaId, ReplicaState, ReplicaView, StepCoefficients
 
 Removed: TypeAlias = frozenset[ReplicaId]
 """Replicas that left: tell the load book and the router to forget them."""
@@ -32,132 +43,316 @@ Removed: TypeAlias = frozenset[ReplicaId]
 COUNT_MAX = 2**53
 """Counts above this are nonsense."""
 
+SAMPLES_AT_ONCE = 128
+"""New samples that one update puts in their place on the board."""
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    seq: int
-    running: int | None
-    waiting: int | None
-    prefill_backlog_tokens: int | None
-    kv_tokens_used: int | None
-    kv_tokens_max: int | None
-    running_seqs_max: int | None
-    step_tokens_max: int | None
-    state: str | None
-    local_requests: int
-    local_prefill_tokens: int
-    local_decode_tokens: int
+SAMPLES_PER_CHOICE = 2
+"""New samples that one choice puts in their place on the board."""
+
+VIEW_NS = 100_000_000
+"""Views are made anew after this time, so that the age in them is right to a tenth of a second."""
+
+_COUNTS = (
+    "running", "waiting", "prefill_backlog_tokens", "kv_tokens_used", "kv_tokens_max", "running_seqs_max",
+    "step_tokens_max",
+)  # fmt: skip
+_STEP = ("step_a_ms", "step_b_ms", "step_c_ms", "step_d_ms")
 
 
-@dataclass(slots=True)
 class _Member:
-    sample: Sampled[_Sample] | None = None
-    step_model: StepCoefficients | None = None
-    draining: bool = False
+    """One replica: its last sample, the local counts when that arrived, and what is cached of it."""
+
+    __slots__ = (
+        "at_sample", "draining", "gone", "kv_tokens_max", "kv_tokens_used", "prefill_backlog_tokens", "received_ns",
+        "replica_id", "running", "running_seqs_max", "seq", "state", "stats", "step_model", "step_tokens_max", "view",
+        "view_until_ns", "waiting", "watched",
+    )  # fmt: skip
+
+    def __init__(self, replica_id: ReplicaId) -> None:
+        self.replica_id = replica_id
+        self.seq: int | None = None
+        """Of the last sample; ``None``: there was none."""
+        self.received_ns = 0
+        self.stats: Mapping[str, object] | None = None
+        """The last sample as it came, until it is read."""
+        self.at_sample = (0, 0, 0)
+        self.running: int | None = None
+        self.waiting: int | None = None
+        self.prefill_backlog_tokens: int | None = None
+        self.kv_tokens_used: int | None = None
+        self.kv_tokens_max: int | None = None
+        self.running_seqs_max: int | None = None
+        self.step_tokens_max: int | None = None
+        self.step_model: StepCoefficients | None = None
+        self.state: object = None
+        self.draining = False
+        self.gone = False
+        self.watched = False
+        """The sample's age is watched."""
+        self.view: ReplicaView | None = None
+        self.view_until_ns = 0
+
+    def read(self) -> None:
+        """Take in the last sample, if it was not yet."""
+        stats = self.stats
+        if stats is None:
+            return
+        self.stats = None
+        values = [v if type(v) is int and 0 <= v <= COUNT_MAX else _count(v) for v in map(stats.get, _COUNTS)]
+        self.running, self.waiting, self.prefill_backlog_tokens, self.kv_tokens_used = values[:4]
+        self.kv_tokens_max, self.running_seqs_max, self.step_tokens_max = (v or None for v in values[4:])
+        self.step_model = _step_model(stats) or self.step_model
+
+    def fresh(self, now_ns: int, age_ms_max: float) -> bool:
+        """Whether the last sample counts."""
+        return self.seq is not None and (now_ns - self.received_ns) / 1e6 <= age_ms_max
+
+    def unavailable_reason(self, fresh: bool) -> str:
+        """Why the replica takes no requests; empty: it does."""
+        if self.draining:
+            return "is draining"
+        return "is stuck" if fresh and self.state == ReplicaState.STUCK else ""
 
 
 class Fleet:
-    """Membership and samples; :meth:`views` joins them with the load book for the router."""
+    """Membership and samples, joined with the load book."""
 
     def __init__(self, config: RoutingConfig, book: LoadBook) -> None:
         self._config = config
         self._book = book
         self._members: dict[ReplicaId, _Member] = {}
+        self._sorted: list[_Member] = []
+        self._views_due: dict[ReplicaId, _Member] = {}
+        self._board: Board | None = None
+        self._due: dict[ReplicaId, _Member] = {}
+        """Members whose standing changed."""
+        self._late: dict[ReplicaId, _Member] = {}
+        """Members with a new sample that is not on the board yet; it never changes whether they are available."""
+        self._watch: list[tuple[int, int, _Member]] = []
+        """Heap of times at which samples may be too old, with a running number."""
+        self._watched = 0
 
     def update(self, members: Mapping[ReplicaId, Mapping[str, object] | None], now_ns: int) -> Removed:
         """Take Serve's members with each one's last routing statistics; return those that left."""
-        removed = frozenset(self._members.keys() - members.keys())
+        known = self._members
+        removed = frozenset(known.keys() - members.keys())
         for replica_id in removed:
-            del self._members[replica_id]
+            self._remove(known.pop(replica_id))
+        added: list[_Member] = []
         for replica_id, stats in members.items():
-            member = self._members.setdefault(replica_id, _Member())
-            if isinstance(stats, Mapping):
-                self._receive(replica_id, member, stats, now_ns)
+            member = known.get(replica_id)
+            if member is None:
+                member = known[replica_id] = _Member(replica_id)
+                added.append(member)
+            if stats is not None:
+                self._receive(member, stats, now_ns)
+        if added or removed:
+            self._sorted = [known[r] for r in sorted(known)]
+        if self._board is not None:
+            if removed:
+                self._board.ring.remove(removed)
+            self._join(added)
+            self._take_late(SAMPLES_AT_ONCE, now_ns)
         return removed
 
     def members(self) -> tuple[ReplicaId, ...]:
         """Known replicas, sorted."""
-        return tuple(sorted(self._members))
+        return tuple(m.replica_id for m in self._sorted)
+
+    # --- views, for strategies that look at every replica -------------------------------------------------------------
 
     def views(self, now_ns: int, exclude: Collection[ReplicaId] = ()) -> list[ReplicaView]:
-        """All members, sorted by id; those in ``exclude`` are unavailable, so that a choice can say why."""
-        return [self._view(r, self._members[r], now_ns, r in exclude) for r in sorted(self._members)]
+        """All members, sorted by id; those in ``exclude`` are unavailable, so that a choice can say why.
 
-    def _receive(self, replica_id: ReplicaId, member: _Member, stats: Mapping[str, object], now_ns: int) -> None:
-        seq = _count(stats, "seq")
-        if seq is None or (member.sample is not None and member.sample.value.seq == seq):
+        Ages are at most :data:`VIEW_NS` behind, and never on the wrong side of ``sample_age_ms_max``.
+        """
+        self._drain()
+        for member in self._views_due.values():
+            member.view = None
+        self._views_due.clear()
+        return [
+            m.view
+            if m.view is not None and now_ns <= m.view_until_ns and m.replica_id not in exclude
+            else self._view(m, now_ns, m.replica_id in exclude)
+            for m in self._sorted
+        ]
+
+    def _view(self, member: _Member, now_ns: int, excluded: bool) -> ReplicaView:
+        member.read()
+        fresh = member.fresh(now_ns, self._config.sample_age_ms_max)
+        why = member.unavailable_reason(fresh) or ("was tried already" if excluded else "")
+        local = self._book.counts(member.replica_id)
+        if member.seq is None:
+            view = ReplicaView(member.replica_id, *local, available=not why, unavailable_reason=why)
+        else:
+            view = ReplicaView(
+                member.replica_id,
+                *local,
+                (now_ns - member.received_ns) / 1e6,
+                member.running,
+                member.waiting,
+                member.prefill_backlog_tokens,
+                member.kv_tokens_used,
+                member.kv_tokens_max,
+                member.running_seqs_max,
+                member.step_tokens_max,
+                member.step_model,
+                *member.at_sample,
+                not why,
+                why,
+            )
+        if not excluded:
+            member.view = view
+            member.view_until_ns = now_ns + VIEW_NS
+            if fresh:
+                old_ns = member.received_ns + int(self._config.sample_age_ms_max * 1e6)
+                member.view_until_ns = min(member.view_until_ns, old_ns - 1)
+        return view
+
+    # --- the board, for the live router -------------------------------------------------------------------------------
+
+    def board(self, now_ns: int) -> Board:
+        """The standings of all available replicas, as current as the module says."""
+        if self._board is None:
+            self._board = Board()
+            self._join(self._sorted)
+        self._drain()
+        while self._watch and self._watch[0][0] <= now_ns:
+            self._check_age(heapq.heappop(self._watch)[2], now_ns)
+        if self._due:
+            due, self._due = self._due, {}
+            for member in due.values():
+                self._place(self._board, member, now_ns)
+        self._take_late(SAMPLES_PER_CHOICE, now_ns)
+        return self._board
+
+    def standings(self, replica_ids: Iterable[ReplicaId], now_ns: int) -> dict[ReplicaId, Standing]:
+        """Standings of some replicas of :meth:`board`, with their last samples; those that take no requests are left
+        out.
+        """
+        board = self.board(now_ns) if self._board is None else self._board
+        if self._late:
+            for replica_id in replica_ids:
+                if replica_id in self._late:
+                    self._place(board, self._late[replica_id], now_ns)
+        known = board.standings
+        return {r: known[r] for r in replica_ids if r in known}
+
+    def _join(self, added: Collection[_Member]) -> None:
+        if self._board is not None and added:
+            self._board.ring.add([m.replica_id for m in added])
+            self._due.update((m.replica_id, m) for m in added)
+
+    def _remove(self, member: _Member) -> None:
+        member.gone = True
+        for waiting in (self._views_due, self._due, self._late):
+            waiting.pop(member.replica_id, None)
+        if self._board is not None:
+            self._board.put(member.replica_id, None)
+
+    def _receive(self, member: _Member, stats: Mapping[str, object], now_ns: int) -> None:
+        """Keep a sample with the local counts of this moment; it is read when somebody looks."""
+        if type(stats) is not dict and not isinstance(stats, Mapping):
             return
+        seq = stats.get("seq")
+        if type(seq) is not int or not 0 <= seq <= COUNT_MAX:
+            seq = _count(seq)
+        if seq is None or seq == member.seq:
+            return
+        if member.stats is not None and not _tells_step_model(stats):
+            member.read()
+        member.seq, member.received_ns, member.stats = seq, now_ns, dict(stats)
+        replica_id = member.replica_id
+        member.at_sample = self._book.counts(replica_id)
+        self._views_due[replica_id] = member
         state = stats.get("state")
-        book = self._book
-        sample = _Sample(
-            seq=seq,
-            running=_count(stats, "running"),
-            waiting=_count(stats, "waiting"),
-            prefill_backlog_tokens=_count(stats, "prefill_backlog_tokens"),
-            kv_tokens_used=_count(stats, "kv_tokens_used"),
-            kv_tokens_max=_count(stats, "kv_tokens_max") or None,
-            running_seqs_max=_count(stats, "running_seqs_max") or None,
-            step_tokens_max=_count(stats, "step_tokens_max") or None,
-            state=state if isinstance(state, str) else None,
-            local_requests=book.requests(replica_id),
-            local_prefill_tokens=book.prefill_tokens(replica_id),
-            local_decode_tokens=book.decode_tokens(replica_id),
-        )
-        member.sample = Sampled(sample, now_ns)
+        if self._board is not None:
+            if state == member.state and state != ReplicaState.STUCK:
+                self._late[replica_id] = member
+            else:
+                self._due[replica_id] = member
+        member.state = state
         member.draining = member.draining or state == ReplicaState.DRAINING
-        member.step_model = _step_model(stats) or member.step_model
 
-    def _view(self, replica_id: ReplicaId, member: _Member, now_ns: int, excluded: bool) -> ReplicaView:
-        book = self._book
-        local = book.requests(replica_id), book.prefill_tokens(replica_id), book.decode_tokens(replica_id)
-        if member.sample is None:
-            why = "was tried already" if excluded else ""
-            return ReplicaView(replica_id, *local, available=not excluded, unavailable_reason=why)
-        s = member.sample.value
-        age_ms = member.sample.age_ms(now_ns)
-        why = self._unavailable_reason(member, s, age_ms, excluded)
-        return ReplicaView(
-            replica_id,
-            *local,
-            sample_age_ms=age_ms,
-            sample_running=s.running,
-            sample_waiting=s.waiting,
-            sample_prefill_backlog_tokens=s.prefill_backlog_tokens,
-            sample_kv_tokens_used=s.kv_tokens_used,
-            sample_kv_tokens_max=s.kv_tokens_max,
-            running_seqs_max=s.running_seqs_max,
-            step_tokens_max=s.step_tokens_max,
-            step_model=member.step_model,
-            local_requests_at_sample=s.local_requests,
-            local_prefill_tokens_at_sample=s.local_prefill_tokens,
-            local_decode_tokens_at_sample=s.local_decode_tokens,
-            available=not why,
-            unavailable_reason=why,
-        )
+    def _drain(self) -> None:
+        """Note whose local counts changed."""
+        for replica_id in self._book.take_changed():
+            member = self._members.get(replica_id)
+            if member is not None:
+                self._views_due[replica_id] = member
+                if self._board is not None:
+                    self._due[replica_id] = member
 
-    def _unavailable_reason(self, member: _Member, sample: _Sample, age_ms: float, excluded: bool) -> str:
-        if member.draining:
-            return "is draining"
-        if sample.state == ReplicaState.STUCK and age_ms <= self._config.sample_age_ms_max:
-            return "is stuck"
-        return "was tried already" if excluded else ""
+    def _take_late(self, count: int, now_ns: int) -> None:
+        if self._board is None or not self._late:
+            return
+        for replica_id in list(islice(self._late, count)):
+            self._place(self._board, self._late[replica_id], now_ns)
+
+    def _check_age(self, member: _Member, now_ns: int) -> None:
+        """Look at a member whose sample may be too old; one whose sample is not is looked at again when it may be."""
+        if member.gone:
+            return
+        if member.fresh(now_ns, self._config.sample_age_ms_max):
+            self._watch_age(member, now_ns)
+        else:
+            member.watched = False
+            self._due[member.replica_id] = member
+
+    def _watch_age(self, member: _Member, now_ns: int) -> None:
+        member.watched = True
+        self._watched += 1
+        old_ns = member.received_ns + int(self._config.sample_age_ms_max * 1e6)
+        heapq.heappush(self._watch, (max(old_ns, now_ns) + 1, self._watched, member))
+
+    def _place(self, board: Board, member: _Member, now_ns: int) -> None:
+        """Compute a member's standing and put it on the board."""
+        member.read()
+        self._late.pop(member.replica_id, None)
+        requests, prefill_tokens, kv_tokens = self._book.counts(member.replica_id)
+        fresh = member.fresh(now_ns, self._config.sample_age_ms_max)
+        if fresh:
+            if not member.watched:
+                self._watch_age(member, now_ns)
+            at_requests, at_prefill_tokens, at_kv_tokens = member.at_sample
+            running, waiting = member.running, member.waiting
+            sampled = None if running is None and waiting is None else (running or 0) + (waiting or 0)
+            requests = join(requests, sampled, at_requests)
+            prefill_tokens = join(prefill_tokens, member.prefill_backlog_tokens, at_prefill_tokens)
+            kv_tokens = join(kv_tokens, member.kv_tokens_used, at_kv_tokens)
+        standing = None
+        if not member.unavailable_reason(fresh):
+            standing = Standing(
+                requests,
+                prefill_tokens,
+                kv_tokens,
+                member.running_seqs_max,
+                member.kv_tokens_max,
+                member.step_tokens_max or CHUNK_TOKENS_GUESS,
+                member.step_model or self._config.step_prior,
+            )
+        board.put(member.replica_id, standing)
 
 
-def _number(stats: Mapping[str, object], key: str) -> float | None:
-    value = stats.get(key)
+def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if 0 <= value <= COUNT_MAX else None
 
 
-def _count(stats: Mapping[str, object], key: str) -> int | None:
-    value = _number(stats, key)
-    return None if value is None else int(value)
+def _count(value: object) -> int | None:
+    number = _number(value)
+    return None if number is None else int(number)
+
+
+def _tells_step_model(stats: Mapping[str, object]) -> bool:
+    """Whether a sample surely has a step model, so that nothing is lost with an unread one before it."""
+    return all(type(v) is float and 0 < v <= COUNT_MAX for v in map(stats.get, _STEP))
 
 
 def _step_model(stats: Mapping[str, object]) -> StepCoefficients | None:
     """The replica's step model; ``None`` unless all four coefficients make sense and a step takes time."""
-    a, b, c, d = (_number(stats, f"step_{name}_ms") for name in "abcd")
+    a, b, c, d = map(_number, map(stats.get, _STEP))
     if a is None or b is None or c is None or d is None or not math.fsum((a, b, c, d)):
         return None
-    return StepCoefficients(a, b, c, d, _count(stats, "step_samples") or 0)
+    return StepCoefficients(a, b, c, d, _count(stats.get("step_samples")) or 0)

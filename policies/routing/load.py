@@ -4,6 +4,9 @@ One entry per request id: waiting for its first byte (its uncached prompt tokens
 prompt is KV held while it decodes). Whoever raised an entry gives it back by request id; doing so twice changes
 nothing. The book holds as many entries as admission lets requests in, and nothing of a replica without open requests.
 
+The book remembers whose counts changed until the fleet asks (:meth:`LoadBook.take_changed`), so that nothing is
+computed anew for replicas where nothing happened.
+
 It must not know replicas' samples: what engines say is joined with these counts in :mod:`policies.routing.predict`.
 """
 
@@ -35,6 +38,7 @@ class LoadBook:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._loads: dict[ReplicaId, _Load] = {}
+        self._changed: dict[ReplicaId, None] = {}
 
     def dispatched(self, replica_id: ReplicaId, request_id: str, uncached_tokens: int, prompt_tokens: int) -> None:
         """Count a request sent to ``replica_id``; one that was counted elsewhere before (a retry) moves.
@@ -45,7 +49,10 @@ class LoadBook:
             raise ValueError(f"token counts must not be negative: {uncached_tokens} uncached of {prompt_tokens}")
         self.released(request_id)
         self._entries[request_id] = _Entry(replica_id, uncached_tokens, prompt_tokens)
-        load = self._loads.setdefault(replica_id, _Load())
+        self._changed[replica_id] = None
+        load = self._loads.get(replica_id)
+        if load is None:
+            load = self._loads[replica_id] = _Load()
         load.requests += 1
         load.prefill_tokens += uncached_tokens
 
@@ -55,6 +62,7 @@ class LoadBook:
         if entry is None or entry.first_byte:
             return
         entry.first_byte = True
+        self._changed[entry.replica_id] = None
         load = self._loads[entry.replica_id]
         load.prefill_tokens -= entry.uncached_tokens
         load.decode_tokens += entry.prompt_tokens
@@ -64,6 +72,7 @@ class LoadBook:
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return
+        self._changed[entry.replica_id] = None
         load = self._loads[entry.replica_id]
         load.requests -= 1
         if entry.first_byte:
@@ -77,23 +86,34 @@ class LoadBook:
         """Drop a replica that left, with its open requests; their later release changes nothing."""
         if self._loads.pop(replica_id, None) is None:
             return
+        self._changed[replica_id] = None
         for request_id in [r for r, e in self._entries.items() if e.replica_id == replica_id]:
             del self._entries[request_id]
 
+    def take_changed(self) -> list[ReplicaId]:
+        """Replicas whose counts changed since the last call, in order of their first change. For one caller: the
+        fleet that joins these counts with samples.
+        """
+        changed = list(self._changed)
+        self._changed.clear()
+        return changed
+
+    def counts(self, replica_id: ReplicaId) -> tuple[int, int, int]:
+        """Open requests, prefill tokens and decode tokens of a replica, as below."""
+        load = self._loads.get(replica_id)
+        return (load.requests, load.prefill_tokens, load.decode_tokens) if load else (0, 0, 0)
+
     def requests(self, replica_id: ReplicaId) -> int:
         """Open requests at a replica."""
-        load = self._loads.get(replica_id)
-        return load.requests if load else 0
+        return self.counts(replica_id)[0]
 
     def prefill_tokens(self, replica_id: ReplicaId) -> int:
         """Uncached prompt tokens of requests still without a first byte."""
-        load = self._loads.get(replica_id)
-        return load.prefill_tokens if load else 0
+        return self.counts(replica_id)[1]
 
     def decode_tokens(self, replica_id: ReplicaId) -> int:
         """Prompt tokens of streams past their first byte (a lower estimate of the KV they hold)."""
-        load = self._loads.get(replica_id)
-        return load.decode_tokens if load else 0
+        return self.counts(replica_id)[2]
 
     @property
     def inflight(self) -> int:

@@ -19,6 +19,9 @@ TTFT in ms::
 ``needed_ends`` is how many running sequences must end before this request gets a slot and KV room; with ``running``
 sequences at different points of their outputs, one ends every ``OUTPUT_TOKENS_GUESS / running`` steps.
 
+A :class:`Standing` holds everything of this that does not depend on the request, so that it is computed once per change
+of a replica and not once per choice.
+
 What this must not do: rank candidates, or call anything unknown zero where a floor is known.
 """
 
@@ -28,8 +31,8 @@ import math
 from dataclasses import dataclass
 
 from policies.config import RoutingConfig
-from policies.step_model import predict_step_ms, prefill_ms
-from policies.types import ReplicaView, Request
+from policies.step_model import chunked_prefill_ms, predict_step_ms
+from policies.types import ReplicaView, Request, StepCoefficients
 
 OUTPUT_TOKENS_GUESS = 128
 """Output length assumed for sequences that hold a slot; only waits for slots depend on it."""
@@ -46,6 +49,10 @@ REQUEST_LOAD_TOKENS = 64
 CPU), so that many short streams count too."""
 
 
+KINDS_PER_E_FOLD = 2
+"""Kinds of replicas per factor of e in the speed of prefill."""
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """Joined load of one replica. ``kv_tokens`` is what decoding streams hold."""
@@ -57,10 +64,10 @@ class Load:
     @property
     def tokens(self) -> float:
         """Load in prefill tokens, for comparing replicas."""
-        return self.prefill_tokens + DECODE_LOAD_SHARE * self.kv_tokens + REQUEST_LOAD_TOKENS * self.requests
+        return load_tokens(self.requests, self.prefill_tokens, self.kv_tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Estimate:
     """One candidate for one request."""
 
@@ -74,6 +81,84 @@ class Estimate:
     """Load without the backlog that may be the computation of this request's own prefix."""
 
 
+class Standing:
+    """One replica before the request: its joined load, and what its step model makes of it.
+
+    Args:
+        requests: joined open requests.
+        prefill_tokens: joined backlog.
+        kv_tokens: joined KV held.
+        running_seqs_max: its slots; ``None``: not known, no limit.
+        kv_tokens_max: its KV cache, likewise.
+        chunk_tokens: its token budget per step.
+        step: its step model.
+    """
+
+    __slots__ = (
+        "_chunk_tokens", "_end_ms", "_kv_room", "_running", "_slot_ends", "_step", "_step_ms", "_token_ms",
+        "kind", "kv_tokens", "load_tokens", "prefill_tokens", "requests",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        requests: int,
+        prefill_tokens: int,
+        kv_tokens: int,
+        running_seqs_max: int | None,
+        kv_tokens_max: int | None,
+        chunk_tokens: int,
+        step: StepCoefficients,
+    ) -> None:
+        self.requests = requests
+        self.prefill_tokens = prefill_tokens
+        self.kv_tokens = kv_tokens
+        self.load_tokens = load_tokens(requests, prefill_tokens, kv_tokens)
+        running, self._slot_ends = requests, 0
+        if running_seqs_max and requests >= running_seqs_max:
+            running, self._slot_ends = running_seqs_max, requests - running_seqs_max + 1
+        self._running = running
+        self._kv_room = None
+        """Uncached tokens that fit beside what is there; ``None``: no limit known."""
+        if kv_tokens_max and running and kv_tokens:
+            self._kv_room = kv_tokens_max - kv_tokens - prefill_tokens
+        self._chunk_tokens = chunk_tokens
+        self._step = step
+        decode_ms = predict_step_ms(step, running, kv_tokens, 0)
+        self._step_ms = decode_ms + step.b_ms
+        self._token_ms = step.d_ms
+        self.kind = int(math.log(step.d_ms + 1e-6) * KINDS_PER_E_FOLD)
+        """Rough speed of prefill: replicas of one kind of device have the same, or a neighbouring one."""
+        self._end_ms = OUTPUT_TOKENS_GUESS * decode_ms / max(1, running)
+
+    def ttft_ms(self, uncached_tokens: float) -> float:
+        """Predicted time to the first token of a request with so many tokens to compute, at least 1."""
+        tokens = self.prefill_tokens + uncached_tokens
+        if tokens <= self._chunk_tokens:
+            ms = self._step_ms + self._token_ms * tokens
+        else:
+            ms = chunked_prefill_ms(self._step, tokens, self._chunk_tokens, self._step_ms)
+        ends = self._slot_ends
+        if self._kv_room is not None and uncached_tokens > self._kv_room:
+            for_kv = math.ceil((uncached_tokens - self._kv_room) * self._running / self.kv_tokens)
+            ends = max(ends, min(for_kv, self.requests))
+        return ms + ends * self._end_ms if ends else ms
+
+
+def load_tokens(requests: int, prefill_tokens: int, kv_tokens: int) -> float:
+    """Load in prefill tokens of one replica, or of any number of them summed."""
+    return prefill_tokens + DECODE_LOAD_SHARE * kv_tokens + REQUEST_LOAD_TOKENS * requests
+
+
+def join(local: int, sample: int | None, local_at_sample: int | None) -> int:
+    """One value of the joined load; see the module."""
+    if sample is None:
+        return local
+    if local_at_sample is None:
+        return max(local, sample)
+    joined = sample + local - local_at_sample
+    return max(local, joined)
+
+
 def joined_load(view: ReplicaView, sample_age_ms_max: float) -> Load:
     """Load of one replica from local counts and, while it is fresh, its sample."""
     local = Load(view.local_requests, view.local_prefill_tokens, view.local_decode_tokens)
@@ -82,42 +167,38 @@ def joined_load(view: ReplicaView, sample_age_ms_max: float) -> Load:
     running, waiting = view.sample_running, view.sample_waiting
     sampled = None if running is None and waiting is None else (running or 0) + (waiting or 0)
     return Load(
-        _join(local.requests, sampled, view.local_requests_at_sample),
-        _join(local.prefill_tokens, view.sample_prefill_backlog_tokens, view.local_prefill_tokens_at_sample),
-        _join(local.kv_tokens, view.sample_kv_tokens_used, view.local_decode_tokens_at_sample),
+        join(local.requests, sampled, view.local_requests_at_sample),
+        join(local.prefill_tokens, view.sample_prefill_backlog_tokens, view.local_prefill_tokens_at_sample),
+        join(local.kv_tokens, view.sample_kv_tokens_used, view.local_decode_tokens_at_sample),
     )
 
 
-def estimate(request: Request, view: ReplicaView, hit_blocks: int, strength: float, config: RoutingConfig) -> Estimate:
-    """Predict TTFT and load of ``request`` at ``view``, with ``strength`` in [0, 1] as trust in the prefix hit."""
+def standing_of(view: ReplicaView, config: RoutingConfig) -> Standing:
+    """The standing of a replica seen as a view."""
     load = joined_load(view, config.sample_age_ms_max)
+    return Standing(
+        load.requests,
+        load.prefill_tokens,
+        load.kv_tokens,
+        view.running_seqs_max,
+        view.sample_kv_tokens_max,
+        view.step_tokens_max or CHUNK_TOKENS_GUESS,
+        view.step_model or config.step_prior,
+    )
+
+
+def estimate_at(request: Request, standing: Standing, hit_blocks: int, strength: float) -> Estimate:
+    """Predict TTFT and load of ``request`` at ``standing``, with ``strength`` in [0, 1] as trust in the prefix hit."""
+    load = standing.load_tokens
+    if not hit_blocks:
+        uncached = float(request.prompt_tokens) or 1.0
+        return Estimate(standing.ttft_ms(uncached), 0, uncached, load, load)
     hit_tokens = min(hit_blocks * request.block_tokens, request.prompt_tokens)
     uncached = max(1.0, request.prompt_tokens - strength * hit_tokens)
-    step = view.step_model or config.step_prior
-    running = min(load.requests, view.running_seqs_max) if view.running_seqs_max else load.requests
-    ends = _needed_ends(load, view, running, uncached)
-    wait_ms = 0.0
-    if ends:
-        wait_ms = ends * OUTPUT_TOKENS_GUESS * predict_step_ms(step, running, load.kv_tokens, 0) / max(1, running)
-    chunk = view.step_tokens_max or CHUNK_TOKENS_GUESS
-    compute_ms = prefill_ms(step, load.prefill_tokens + uncached, chunk, running, load.kv_tokens)
-    own_backlog = min(hit_tokens, load.prefill_tokens)
-    return Estimate(wait_ms + compute_ms, hit_tokens, uncached, load.tokens, load.tokens - own_backlog)
+    own_backlog = min(hit_tokens, standing.prefill_tokens)
+    return Estimate(standing.ttft_ms(uncached), hit_tokens, uncached, load, load - own_backlog)
 
 
-def _join(local: int, sample: int | None, local_at_sample: int | None) -> int:
-    if sample is None:
-        return local
-    if local_at_sample is None:
-        return max(local, sample)
-    return max(local, sample + local - local_at_sample)
-
-
-def _needed_ends(load: Load, view: ReplicaView, running: int, uncached: float) -> int:
-    """Running sequences that must end before the request can start: for a slot, and for its KV."""
-    for_slot = load.requests - view.running_seqs_max + 1 if view.running_seqs_max else 0
-    for_kv = 0
-    if view.sample_kv_tokens_max and running and load.kv_tokens:
-        short = load.kv_tokens + load.prefill_tokens + uncached - view.sample_kv_tokens_max
-        for_kv = math.ceil(short * running / load.kv_tokens) if short > 0 else 0
-    return max(0, for_slot, min(for_kv, load.requests))
+def estimate(request: Request, view: ReplicaView, hit_blocks: int, strength: float, config: RoutingConfig) -> Estimate:
+    """The same for a replica seen as a view."""
+    return estimate_at(request, standing_of(view, config), hit_blocks, strength)

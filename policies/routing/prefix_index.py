@@ -14,12 +14,24 @@ happens once :data:`RETIRED_MAX` bits (or as many as are in use) wait for it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 from policies.types import BlockHash, ReplicaId
 
+Levels: TypeAlias = list[tuple[int, int]]
+"""Who holds how much of a prompt: leading blocks and the set of those that hold exactly so many, most blocks first."""
+
 RETIRED_MAX = 64
 """Bits of removed replicas that may wait for a sweep."""
+
+
+def hit_blocks(levels: Levels, bit: int) -> int:
+    """Leading blocks that the replica with ``bit`` is believed to hold."""
+    for n, holders in levels:
+        if holders & bit:
+            return n
+    return 0
 
 
 class PrefixIndex:
@@ -31,7 +43,8 @@ class PrefixIndex:
         self._blocks_max = blocks_max
         self._masks: OrderedDict[BlockHash, int] = OrderedDict()
         self._bits: dict[ReplicaId, int] = {}
-        self._owners: dict[int, ReplicaId] = {}
+        self._owners: list[ReplicaId] = []
+        """Replica by position of its bit; that of a removed one stays until its bit is used again."""
         self._live = 0
         self._free: list[int] = []
         self._retired: list[int] = []
@@ -39,22 +52,51 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._masks)
 
-    def hit_blocks(self, blocks: Sequence[BlockHash]) -> dict[ReplicaId, int]:
-        """Leading blocks each replica is believed to hold; replicas that hold none are absent. O(blocks)."""
+    def levels(self, blocks: Sequence[BlockHash]) -> Levels:
+        """Who holds how much of ``blocks``; empty when nobody holds the first. O(blocks), however many replicas."""
         get = self._masks.get
         holders = self._live
-        hits: dict[ReplicaId, int] = {}
-        for n, block in enumerate(blocks):
+        levels: Levels = []
+        if not holders:
+            return levels
+        n = 0
+        for block in blocks:
             still = holders & get(block, 0)
             if still != holders:
                 if n:
-                    self._note(holders & ~still, n, hits)
-                if not still:
-                    return hits
+                    levels.append((n, holders ^ still))
                 holders = still
-        if blocks:
-            self._note(holders, len(blocks), hits)
-        return hits
+                if not still:
+                    break
+            n += 1
+        if holders and n:
+            levels.append((n, holders))
+        levels.reverse()
+        return levels
+
+    def hit_blocks(self, blocks: Sequence[BlockHash]) -> dict[ReplicaId, int]:
+        """Leading blocks each replica is believed to hold; replicas that hold none are absent. O(blocks + replicas)."""
+        return {replica_id: n for n, holders in self.levels(blocks) for replica_id in self.owners(holders)}
+
+    def owners(self, holders: int, start: int = 0) -> Iterator[ReplicaId]:
+        """Replicas of a set of :meth:`levels`, in a fixed order, from bit ``start`` on and around."""
+        owners = self._owners
+        low = holders & ((1 << start) - 1)
+        for part in (holders ^ low, low):
+            rest = part
+            while rest:
+                bit = rest & -rest
+                yield owners[bit.bit_length() - 1]
+                rest ^= bit
+
+    def bit(self, replica_id: ReplicaId) -> int:
+        """The replica's bit in the sets of :meth:`levels`; 0 for one that was never sent anything."""
+        return self._bits.get(replica_id, 0)
+
+    @property
+    def bits(self) -> int:
+        """Positions of bits in use."""
+        return len(self._owners)
 
     def add(self, blocks: Sequence[BlockHash], replica_id: ReplicaId) -> None:
         """Believe that ``replica_id`` holds ``blocks``, first block first; more than ``blocks_max`` are cut off."""
@@ -62,9 +104,10 @@ class PrefixIndex:
             return
         bit = self._bits.get(replica_id) or self._assign(replica_id)
         masks = self._masks
+        get, move_to_end = masks.get, masks.move_to_end
         for block in reversed(blocks[: self._blocks_max]):
-            masks[block] = masks.get(block, 0) | bit
-            masks.move_to_end(block)
+            masks[block] = get(block, 0) | bit
+            move_to_end(block)
         for _ in range(len(masks) - self._blocks_max):
             masks.popitem(last=False)
 
@@ -73,16 +116,19 @@ class PrefixIndex:
         bit = self._bits.pop(replica_id, None)
         if bit is None:
             return
-        del self._owners[bit]
         self._live &= ~bit
         self._retired.append(bit)
         if len(self._retired) >= max(RETIRED_MAX, len(self._bits)):
             self._sweep()
 
     def _assign(self, replica_id: ReplicaId) -> int:
-        bit = self._free.pop() if self._free else 1 << (len(self._bits) + len(self._retired))
+        if self._free:
+            bit = self._free.pop()
+            self._owners[bit.bit_length() - 1] = replica_id
+        else:
+            bit = 1 << len(self._owners)
+            self._owners.append(replica_id)
         self._bits[replica_id] = bit
-        self._owners[bit] = replica_id
         self._live |= bit
         return bit
 
@@ -94,9 +140,3 @@ class PrefixIndex:
             self._masks[block] = mask & live
         self._free.extend(self._retired)
         self._retired.clear()
-
-    def _note(self, mask: int, count: int, hits: dict[ReplicaId, int]) -> None:
-        while mask:
-            bit = mask & -mask
-            hits[self._owners[bit]] = count
-            mask ^= bit

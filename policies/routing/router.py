@@ -1,7 +1,7 @@
 """Ranks the replicas for one request by the TTFT predicted for each (see :mod:`policies.routing.predict`).
 
 1. Skip what is unavailable. Nobody left: an empty choice, with the reason.
-2. Predict. Replicas within :data:`TIE_SHARE` (at least :data:`TIE_MS_MIN`) of the least TTFT are equals: a prediction
+2. Predict. Replicas within ``TIE_SHARE`` (at least ``TIE_MS_MIN``) of the least TTFT are equals: a prediction
    is no better than that. Equals are ordered by least uncached prompt tokens (the fleet's work), then by rendezvous
    hashing of the prompt's first block, so that several gateways send a prefix that nobody holds to the same replica
    without talking. Prompts too short for a block have no prefix to keep together: equals go by least load.
@@ -13,26 +13,32 @@
 
 A tier holds one replica each, because the order within it matters. ``strategy="random"`` shuffles: a baseline.
 
+Large fleets are ranked by a shortlist (see :mod:`policies.routing.shortlist`), small ones whole; ranking is the same.
+
 What this must not do: count load (the flow does, at dispatch), keep replicas' state, or drop a replica for its load.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from random import Random
+from typing import TypeAlias
 
 from policies.config import RoutingConfig
-from policies.routing.predict import Estimate, Load, estimate
-from policies.routing.prefix_index import PrefixIndex
+from policies.routing.fleet import Fleet
+from policies.routing.predict import Estimate, Standing, estimate_at, load_tokens, standing_of
+from policies.routing.prefix_index import Levels, PrefixIndex, hit_blocks
 from policies.routing.rendezvous import score, text_key
+from policies.routing.shortlist import SIZE, TIE_MS_MIN, TIE_SHARE, Shortlist, make_shortlist
 from policies.types import Reason, ReplicaId, ReplicaView, Request, RouteChoice
 
-TIE_SHARE = 0.1
-"""Predictions within this share of the least are equal."""
+NAMED_MAX = 8
+"""Replicas named where nobody is available."""
 
-TIE_MS_MIN = 5.0
-"""Predictions within this many ms of the least are equal, however short."""
+
+_Rank: TypeAlias = tuple[float, float, float, int, ReplicaId]
+"""TTFT (0 for equals), uncached tokens, load where it decides, place among the homes."""
 
 
 class Router:
@@ -50,32 +56,33 @@ class Router:
         strength: float | None,
         now_ns: int,  # noqa: ARG002 - views carry their ages already; a decision takes its time as an argument, always
     ) -> RouteChoice:
-        """Order ``views`` for ``request``, best first.
+        """Order all ``views`` for ``request``, best first: what :meth:`choose_among` is measured against.
 
         ``strength`` is the plan's trust in prefix hits in [0, 1] (values outside are clamped); ``None`` takes the
         configured one. Predictions are in ms and tokens, for every available replica.
         """
-        available = [v for v in views if v.available]
-        if not available:
-            return RouteChoice((), Reason("none_available", _why_nobody(views)), {}, {})
-        hits = self._index.hit_blocks(self._indexed(request))
-        trust = self._config.affinity_strength if strength is None or math.isnan(strength) else strength
-        trust = min(1.0, max(0.0, trust))
-        estimates = {
-            v.replica_id: estimate(request, v, hits.get(v.replica_id, 0), trust, self._config) for v in available
-        }
-        if self._config.strategy == "random":
-            order = list(estimates)
-            self._rng.shuffle(order)
-            reason = Reason("random", f"any of {len(order)} replicas, {_words(order, estimates, request)}")
-        else:
-            order, reason = self._rank(request, estimates)
-        return RouteChoice(
-            tuple((r,) for r in order),
-            reason,
-            {r: e.ttft_ms for r, e in estimates.items()},
-            {r: e.hit_tokens for r, e in estimates.items()},
-        )
+        standings = {v.replica_id: standing_of(v, self._config) for v in views if v.available}
+        if not standings:
+            return _nobody(views)
+        mean = math.fsum(s.load_tokens for s in standings.values()) / len(standings)
+        levels = self._index.levels(self._indexed(request))
+        return self._choose(request, Shortlist(standings), levels, strength, mean)
+
+    def choose_among(
+        self, request: Request, fleet: Fleet, exclude: Collection[ReplicaId], strength: float | None, now_ns: int
+    ) -> RouteChoice:
+        """Order the replicas of ``fleet`` without ``exclude``, best first, from a shortlist where they are many.
+
+        The choice is :meth:`choose`'s for fleets of up to :data:`policies.routing.shortlist.SIZE`. Beyond, it has that
+        many replicas, and fewer only where fewer are available.
+        """
+        board = fleet.board(now_ns)
+        levels = self._index.levels(self._indexed(request))
+        shortlist = make_shortlist(request, fleet, board, exclude, self._index, levels, self._rng, now_ns)
+        if not shortlist.standings:
+            return _nobody(fleet.views(now_ns, exclude))
+        mean = board.mean_load_tokens([s for r in exclude if (s := board.standings.get(r)) is not None])
+        return self._choose(request, shortlist, levels, strength, mean)
 
     def dispatched(self, request: Request, replica_id: ReplicaId) -> None:
         """Believe from now on that ``replica_id`` holds the request's prefix: a burst of it follows its first."""
@@ -88,12 +95,51 @@ class Router:
     def _indexed(self, request: Request) -> Sequence[int]:
         return request.blocks[: self._config.request_blocks_max]
 
-    def _rank(self, request: Request, estimates: Mapping[ReplicaId, Estimate]) -> tuple[list[ReplicaId], Reason]:
-        least_ms = min(e.ttft_ms for e in estimates.values())
-        order = _order(request, estimates, least_ms + max(TIE_MS_MIN, TIE_SHARE * least_ms))
+    def _choose(
+        self,
+        request: Request,
+        shortlist: Shortlist,
+        levels: Levels,
+        strength: float | None,
+        mean_load_tokens: float,
+    ) -> RouteChoice:
+        trust = self._config.affinity_strength if strength is None or math.isnan(strength) else strength
+        estimates = self._estimates(request, shortlist.standings, levels, min(1.0, max(0.0, trust)))
+        if self._config.strategy == "random":
+            order = list(estimates)
+            self._rng.shuffle(order)
+            reason = Reason("random", f"any of {len(order)} replicas, {_words(order, estimates, request)}")
+        else:
+            order, reason = self._rank(request, estimates, shortlist.homes, mean_load_tokens)
+        return RouteChoice(
+            tuple([(r,) for r in order]),
+            reason,
+            {r: e.ttft_ms for r, e in estimates.items()},
+            {r: e.hit_tokens for r, e in estimates.items()},
+        )
+
+    def _estimates(
+        self, request: Request, standings: Mapping[ReplicaId, Standing], levels: Levels, trust: float
+    ) -> dict[ReplicaId, Estimate]:
+        if not levels:
+            return {r: estimate_at(request, s, 0, trust) for r, s in standings.items()}
+        bit = self._index.bit
+        return {r: estimate_at(request, s, hit_blocks(levels, bit(r)), trust) for r, s in standings.items()}
+
+    def _rank(
+        self,
+        request: Request,
+        estimates: Mapping[ReplicaId, Estimate],
+        homes: Sequence[ReplicaId] | None,
+        mean_load_tokens: float,
+    ) -> tuple[list[ReplicaId], Reason]:
+        least_ms = min([e.ttft_ms for e in estimates.values()])
+        order = _order(request, estimates, homes, least_ms + max(TIE_MS_MIN, TIE_SHARE * least_ms))
         preferred = order[0]
-        bound = self._load_bound(request, estimates)
-        order.sort(key=lambda r: estimates[r].bounded_tokens > bound)
+        bound = self._load_bound(request, mean_load_tokens)
+        behind = [r for r in order if estimates[r].bounded_tokens > bound]
+        if behind:
+            order = [r for r in order if r not in behind] + behind
         words = _words(order, estimates, request)
         if len(order) == 1:
             return order, Reason("only_replica", words)
@@ -107,23 +153,41 @@ class Router:
             return order, Reason("cold_rendezvous", words)
         return order, Reason("least_ttft", words)
 
-    def _load_bound(self, request: Request, estimates: Mapping[ReplicaId, Estimate]) -> float:
-        mean = math.fsum(e.load_tokens for e in estimates.values()) / len(estimates)
-        one_stream = Load(1, 0, request.prompt_tokens).tokens
-        return self._config.load_bound * mean + max(self._config.load_slack_tokens, one_stream)
+    def _load_bound(self, request: Request, mean_load_tokens: float) -> float:
+        one_stream = load_tokens(1, 0, request.prompt_tokens)
+        return self._config.load_bound * mean_load_tokens + max(self._config.load_slack_tokens, one_stream)
 
 
-def _order(request: Request, estimates: Mapping[ReplicaId, Estimate], equal_ms_max: float) -> list[ReplicaId]:
+def _order(
+    request: Request, estimates: Mapping[ReplicaId, Estimate], homes: Sequence[ReplicaId] | None, equal_ms_max: float
+) -> list[ReplicaId]:
     """Best first: those within ``equal_ms_max`` as equals, the rest by TTFT."""
-    key = request.blocks[0] if request.blocks else text_key(request.request_id)
+    by_load = not request.blocks
+    ranks = [
+        (
+            0.0 if e.ttft_ms <= equal_ms_max else e.ttft_ms,
+            e.uncached_tokens,
+            e.load_tokens if by_load else 0.0,
+            homes.index(r) if homes and r in homes else SIZE,
+            r,
+        )
+        for r, e in estimates.items()
+    ]
+    if homes is None:
+        key = text_key(request.request_id) if by_load else request.blocks[0]
+        return [rank[-1] for rank in _weighed(sorted(ranks), key)]
+    return [rank[-1] for rank in sorted(ranks)]
 
-    def rank(item: tuple[ReplicaId, Estimate]) -> tuple[float, float, float, int]:
-        replica_id, e = item
-        ttft_ms = 0.0 if e.ttft_ms <= equal_ms_max else e.ttft_ms
-        load_tokens = 0.0 if request.blocks else e.load_tokens
-        return ttft_ms, e.uncached_tokens, load_tokens, -score(key, replica_id)
 
-    return [r for r, _ in sorted(estimates.items(), key=rank)]
+def _weighed(ranks: list[_Rank], key: int) -> list[_Rank]:
+    """Sorted ranks, with equals by their weight for ``key``."""
+    begin = 0
+    for end in range(1, len(ranks) + 1):
+        if end == len(ranks) or ranks[end][:4] != ranks[begin][:4]:
+            if end - begin > 1:
+                ranks[begin:end] = sorted(ranks[begin:end], key=lambda rank: -score(key, rank[-1]))
+            begin = end
+    return ranks
 
 
 def _words(order: Sequence[ReplicaId], estimates: Mapping[ReplicaId, Estimate], request: Request) -> str:
@@ -133,7 +197,9 @@ def _words(order: Sequence[ReplicaId], estimates: Mapping[ReplicaId, Estimate], 
     return f"{text}; runner-up {estimates[order[1]].ttft_ms:,.0f} ms" if len(order) > 1 else text
 
 
-def _why_nobody(views: Sequence[ReplicaView]) -> str:
-    if not views:
-        return "no replica is known"
-    return ", ".join(f"{v.replica_id} {v.unavailable_reason or 'unavailable'}" for v in views)
+def _nobody(views: Sequence[ReplicaView]) -> RouteChoice:
+    """The empty choice, and what is wrong with the first :data:`NAMED_MAX` replicas."""
+    words = [f"{v.replica_id} {v.unavailable_reason or 'unavailable'}" for v in views[:NAMED_MAX]]
+    if len(views) > NAMED_MAX:
+        words.append(f"and {len(views) - NAMED_MAX:,} more")
+    return RouteChoice((), Reason("none_available", ", ".join(words) or "no replica is known"), {}, {})

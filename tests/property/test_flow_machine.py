@@ -189,8 +189,7 @@ class FlowMachine(RuleBasedStateMachine):
                 self.tell(trail, self.answer(trail))
 
     def answer(self, trail: Trail) -> Routed:
-        views = self.policies.fleet.views(self.now_ns, trail.exclude)
-        return Routed(self.policies.router.choose(trail.flow.request, views, None, self.now_ns))
+        return Routed(self.policies.choose(trail.flow.request, trail.exclude, self.now_ns))
 
     def tell(self, trail: Trail, event: Event) -> list[Effect]:
         self.note(trail, event)

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from policies.routing.rendezvous import score, text_key
+from policies.routing.rendezvous import Ring, score, text_key
 
 REPLICAS = [f"replica-{i}" for i in range(8)]
 
@@ -50,3 +50,38 @@ def test_a_replica_that_leaves_moves_only_its_own_keys() -> None:
         before = first(k, REPLICAS)
         if before != "replica-3":
             assert first(k, [r for r in REPLICAS if r != "replica-3"]) == before
+
+
+def walked(ring: Ring, key: int) -> list[str]:
+    return list(dict.fromkeys(ring.walk(key)))
+
+
+def test_a_ring_does_not_depend_on_the_order_in_which_replicas_came() -> None:
+    ids = [f"r{i}" for i in range(200)]
+    at_once, one_by_one = Ring(), Ring()
+    at_once.add(ids)
+    for r in reversed(ids):
+        one_by_one.add([r])
+    for key in range(50):
+        assert walked(at_once, key) == walked(one_by_one, key)
+        assert sorted(walked(at_once, key)) == sorted(ids)
+
+
+def test_a_replica_that_leaves_the_ring_moves_only_its_keys() -> None:
+    ids = [f"r{i}" for i in range(50)]
+    ring = Ring()
+    ring.add(ids)
+    before = [walked(ring, key) for key in range(300)]
+    ring.remove({"r7", "unknown"})
+    for key in range(300):
+        assert walked(ring, key) == [r for r in before[key] if r != "r7"]
+    ring.remove(ids)
+    assert walked(ring, 1) == []
+
+
+def test_keys_spread_over_the_ring_even_where_they_are_small_numbers() -> None:
+    ring = Ring()
+    ring.add([f"r{i}" for i in range(20)])
+    firsts = Counter(walked(ring, key)[0] for key in range(4_000))
+    assert len(firsts) == 20
+    assert max(firsts.values()) < 3 * 4_000 / 20
