@@ -229,6 +229,7 @@ class Gateway:
         self.open -= 1
         self.meter.ended(finish, now_ns - request.arrival_ns, call.delivered, request.prompt_tokens)
         self._ended(call, finish, now_ns)
+        call.attempt = None  # nobody needs it any more, and the two would keep each other alive
 
     # --- what replicas answer -----------------------------------------------------------------------------------------
 
