@@ -85,8 +85,8 @@ class Clients:
         return True
 
     def _on_arrival(self, now_ns: int, request: SimRequest) -> None:
+        self._read()  # first: a request that is refused at once must not look like the last one
         self._begin(now_ns, request)
-        self._read()
         self._look_if_over(now_ns)
 
     def _on_follow_up(self, now_ns: int, request: SimRequest) -> None:

@@ -148,7 +148,7 @@ def draw(seed: int, local_rule: LocalRule | None = None) -> Drawn:
     profile = pools[0].profile
     carried_rps = _carried_rps(pools, prompt, output)
     gateways = rng.choice((1, 1, 2, 3, 4))
-    config = _config(rng, pools, carried_rps, gateways)
+    config = _config(rng, pools, carried_rps, gateways, prompt + 256)
     rate_rps = min(wanted_rps, factor * carried_rps)
     source, load = _load(rng, profile.law, rate_rps, prompt, output)
     load += f" ({rate_rps / carried_rps:.1f} of what the fleet carries)"
@@ -250,11 +250,11 @@ def _carried_rps(pools: tuple[Pool, ...], prompt: int, output: int) -> float:
     return min(pools[0].replicas * 1_000.0 / first_ms, pools[1].replicas * 1_000.0 / decode_ms)
 
 
-def _config(rng: Random, pools: tuple[Pool, ...], carried_rps: float, gateways: int) -> PolicyConfig:
+def _config(rng: Random, pools: tuple[Pool, ...], carried_rps: float, gateways: int, per_request: int) -> PolicyConfig:
     replicas = max(p.replicas for p in pools)
     smallest = max(1, round(replicas * rng.choice((0.25, 0.5, 1.0))))
     backlog = max(2, round(carried_rps * smallest / replicas * rng.uniform(2.0, 15.0) / gateways))
-    tokens = round(backlog * 400 * rng.uniform(0.3, 3.0)) if rng.random() < 0.3 else 4_000_000
+    tokens = round(backlog * per_request * rng.uniform(0.4, 2.0)) if rng.random() < 0.3 else 4_000_000
     return PolicyConfig(
         objectives=ObjectivesConfig(ttft_ms=rng.choice((500.0, 2_000.0)), itl_ms=rng.choice((40.0, 200.0))),
         admission=AdmissionConfig(
@@ -296,10 +296,10 @@ def _network(rng: Random) -> NetworkSpec:
     return NetworkSpec(
         client_ms=rng.choice((0.0, 0.2, 20.0)),
         hop_ms=rng.choice((0.0, 0.5, 5.0)),
-        stats_period_ms=rng.choice((500.0, 2_000.0)),
+        stats_period_ms=rng.choice((500.0, 4_000.0)),
         report_period_ms=rng.choice((1_000.0, 2_000.0, 2_000.0)),
-        membership_lag_ms=rng.choice((0.0, 150.0, 1_000.0)),
-        drain_grace_ms=rng.choice((0.0, 500.0, 2_000.0)),
+        membership_lag_ms=rng.choice((0.0, 150.0, 1_500.0)),
+        drain_grace_ms=rng.choice((0.0, 0.0, 1_000.0)),
         drain_ms_max=rng.choice((3_000.0, 30_000.0)),
         idle_timeout_ms=rng.choice((4_000.0, 60_000.0)),
         first_byte_timeout_ms=rng.choice((8_000.0, 60_000.0)),
@@ -309,15 +309,16 @@ def _network(rng: Random) -> NetworkSpec:
 
 
 def _faults(rng: Random) -> tuple[Fault, ...]:
+    together_s = rng.uniform(2.0, LOAD_S - 1.0) if rng.random() < 0.5 else None
     faults = [
         Fault(
-            kind=rng.choice(KINDS),
-            at_ns=round(rng.uniform(0.5, LOAD_S) * 1e9),
+            kind=rng.choice((*KINDS, "kill", "kill", "kill", "refuse", "freeze")),
+            at_ns=round((together_s + rng.uniform(0.0, 0.4) if together_s else rng.uniform(0.5, LOAD_S)) * 1e9),
             duration_ns=round(rng.uniform(0.5, FAULT_S) * 1e9),
             replica=rng.randrange(12),
             factor=rng.choice((2.0, 5.0, 20.0)),
         )
-        for _ in range(rng.choice((0, 1, 2, 3, 4, 6)))
+        for _ in range(rng.choice((0, 1, 2, 4, 6, 6)))
     ]
     return tuple(sorted(faults, key=lambda f: f.at_ns))
 

@@ -65,7 +65,7 @@ def test_every_rule_holds(seed: int) -> None:
 def test_twenty_seeds_meet_everything_there_is() -> None:
     drawn = [draw(seed).scenario for seed in range(1, 200)]
     assert {f.kind for s in drawn for f in s.faults} == set(KINDS)
-    assert {len(s.faults) for s in drawn} == {0, 1, 2, 3, 4, 6}
+    assert {len(s.faults) for s in drawn} == {0, 1, 2, 4, 6}
     assert {s.gateways for s in drawn} == {1, 2, 3, 4}
     assert {s.pools[0].replicas for s in drawn} == {1, 2, 3, 4, 6, 12}
     assert {tuple(p.role for p in s.pools) for s in drawn} == {("both",), ("prefill", "decode")}

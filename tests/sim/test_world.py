@@ -172,6 +172,13 @@ def test_an_empty_source_ends_at_once() -> None:
     assert (len(result.records), result.end_ns) == (0, 0)
 
 
+def test_a_request_that_ends_at_once_is_not_taken_for_the_last() -> None:
+    config = PolicyConfig(admission=AdmissionConfig(no_replica_wait_ms=0.0))
+    requests = [SimRequest(n, n * SECOND, 100, 10) for n in range(3)]
+    result = run(listed(requests, replicas=0, config=config))
+    assert [r.reason for r in result.records] == ["no_replica"] * 3
+
+
 def test_nonsense_is_named() -> None:
     with pytest.raises(SourceError, match="request 1 arrives at 5 ns, before"):
         run(listed([SimRequest(0, SECOND, 1, 1), SimRequest(1, 5, 1, 1)]))
