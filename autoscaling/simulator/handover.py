@@ -2,7 +2,7 @@
 
     transfer_ms = prompt_tokens * kv_bytes_per_token / kv_transfer_gb_s        (0 where the speed is not known)
 
-The replica with the least share of its KV cache used or wanted takes the request. That is a stand-in: the live system
+The replica that holds, or was promised, the fewest prompt tokens takes the request. That is a stand-in: the live system
 has no rule for this yet. Transfers do not slow each other down. With no decode replica, requests wait for one; one that
 cannot take the request any more when its KV is there is passed over. As in vLLM the decode replica computes the last
 prompt token again, so the client's first byte comes from there.
@@ -18,6 +18,9 @@ from autoscaling.simulator.context import Attempt, Context
 from autoscaling.simulator.replica import Phase, Replica
 from autoscaling.simulator.serve import PoolServe
 
+LOOK_NS = 1_000_000_000
+"""Period at which those that wait are tried again, whatever happens."""
+
 
 class Handover:
     """See the module. Connects the two pools on construction."""
@@ -27,6 +30,7 @@ class Handover:
         self._decode = decode
         self._profile = prefill.pool.profile
         self._line: deque[Attempt] = deque()
+        self._looking = False
         prefill.on_prefilled = self.hand_over
         decode.on_room = self._on_room
         decode.on_members = self._on_members
@@ -44,8 +48,9 @@ class Handover:
         replica = self._pick(now_ns)
         if replica is None:
             self._line.append(attempt)
+            self._look_later(now_ns)
             return
-        replica.slots_used += 1
+        replica.promise(attempt)
         took_ns = self._transfer_ns(attempt.call.request.prompt_tokens)
         self._ctx.queue.at(now_ns + took_ns, self._on_moved, (attempt, replica))
 
@@ -60,15 +65,24 @@ class Handover:
             for r in self._decode.of_phase(Phase.READY)
             if now_ns >= r.refuses_until_ns and (most is None or r.slots_used < most)
         ]
-        return min(ready, key=lambda r: (r.kv_load(now_ns), r.slots_used, r.id), default=None)
+        return min(ready, key=lambda r: (r.promised_tokens, r.slots_used), default=None)
 
     def _on_moved(self, now_ns: int, move: tuple[Attempt, Replica]) -> None:
         attempt, replica = move
-        replica.slots_used -= 1
-        if attempt.over or attempt.aborted:
-            self._on_room(now_ns)
-        elif not replica.receive_kv(now_ns, attempt):
+        if not replica.receive_kv(now_ns, attempt):
             self._place(attempt, now_ns)
+            self._on_room(now_ns)
+
+    def _look_later(self, now_ns: int) -> None:
+        if not self._looking:
+            self._looking = True
+            self._ctx.queue.at(now_ns + LOOK_NS, self._on_look)
+
+    def _on_look(self, now_ns: int, _: object) -> None:
+        self._looking = False
+        self._on_room(now_ns)
+        if self._line:
+            self._look_later(now_ns)
 
     def _on_members(self, members: tuple[str, ...], now_ns: int) -> None:  # noqa: ARG002 - Serve's callback
         self._on_room(now_ns)

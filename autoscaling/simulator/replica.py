@@ -87,6 +87,8 @@ class Replica:
         """Open at its port, oldest first."""
         self.slots_used = 0
         """Inside or on their way."""
+        self.promised_tokens = 0
+        """In a decode pool: prompt tokens of those, whose KV it holds or will hold."""
         self.running = 0
         self.waiting = 0
         """At the last sample or report."""
@@ -184,17 +186,25 @@ class Replica:
         else:
             self._admit(attempt, now_ns)
 
-    def receive_kv(self, now_ns: int, attempt: Attempt) -> bool:
-        """A prefilled request is here with its KV; ``False``: not taken."""
-        if self.phase in GONE or self.phase is Phase.REFUSING or now_ns < self.refuses_until_ns:
-            return False
+    def promise(self, attempt: Attempt) -> None:
+        """A prefilled request will come with its KV."""
         self.slots_used += 1
+        self.promised_tokens += attempt.call.request.prompt_tokens
+
+    def receive_kv(self, now_ns: int, attempt: Attempt) -> bool:
+        """The KV of a promised request is here; ``False``: it is not taken, or nobody wants it any more."""
+        unwanted = attempt.over or attempt.aborted
+        if unwanted or self.phase in GONE or self.phase is Phase.REFUSING or now_ns < self.refuses_until_ns:
+            self.slots_used -= 1
+            self.promised_tokens -= attempt.call.request.prompt_tokens
+            return False
         self._admit(attempt, now_ns)
         return True
 
     def _refuse(self, attempt: Attempt, kind: RefusalKind, now_ns: int) -> None:
         self.slots_used -= 1
         self._ctx.queue.at(now_ns + self._ctx.delays.hop, attempt.call.gateway.refused, (attempt, kind))
+        self._serve.room(now_ns)
 
     def _admit(self, attempt: Attempt, now_ns: int) -> None:
         attempt.received_ns = now_ns
@@ -238,6 +248,8 @@ class Replica:
         if self.inside.pop(attempt, self) is self:
             return
         self.slots_used -= 1
+        if self._serve.is_decode:
+            self.promised_tokens -= attempt.call.request.prompt_tokens
         if self.phase is Phase.REFUSING:
             self._look_if_empty(now_ns)
         else:
@@ -317,14 +329,6 @@ class Replica:
             return False
         since_ns = max(self.frozen_since_ns, next(iter(self.inside)).received_ns)
         return now_ns - since_ns > ns(self._ctx.scenario.network.stuck_after_ms)
-
-    def kv_load(self, now_ns: int) -> float:
-        """Share of the KV cache that is in use or wanted by those inside."""
-        if self._engine is None:
-            return math.inf
-        gauges = self._engine.gauges(now_ns)
-        coming = sum(a.call.request.prompt_tokens for a in self.inside if a.job is None)
-        return (gauges.kv_tokens_used + gauges.prefill_backlog_tokens + coming) / max(1, gauges.kv_tokens_max)
 
     # --- samples and reports ------------------------------------------------------------------------------------------
 

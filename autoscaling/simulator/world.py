@@ -66,7 +66,26 @@ def _check(scenario: Scenario) -> None:
             raise ScenarioError(f"pools[{i}].replicas: {pool.replicas}: must not be negative")
         if pool.ongoing_max is not None and pool.ongoing_max < 1:
             raise ScenarioError(f"pools[{i}].ongoing_max: {pool.ongoing_max}: must be at least 1")
-    network = scenario.network
+        if not pool.profile.cold_start_ms >= 0:
+            raise ScenarioError(f"pools[{i}].profile.cold_start_ms: {pool.profile.cold_start_ms}: must not be negative")
+    _check_limits(scenario)
+
+
+def _check_limits(scenario: Scenario) -> None:
+    """Numbers that have a range."""
+    clients, network = scenario.clients, scenario.network
+    for path, value, fine, words in (
+        ("clients.patience_ms", clients.patience_ms, clients.patience_ms is None or clients.patience_ms > 0, "above 0"),
+        ("clients.retries_max", clients.retries_max, clients.retries_max >= 0, "at least 0"),
+        ("clients.retry_pause_ms", clients.retry_pause_ms, clients.retry_pause_ms >= 0, "at least 0"),
+        ("clients.abort_share", clients.abort_share, 0 <= clients.abort_share <= 1, "in [0, 1]"),
+        ("start_spread_share", scenario.start_spread_share, 0 <= scenario.start_spread_share <= 1, "in [0, 1]"),
+        ("duration_ns", scenario.duration_ns, scenario.duration_ns is None or scenario.duration_ns >= 0, "at least 0"),
+        ("drain_ns_max", scenario.drain_ns_max, scenario.drain_ns_max >= 0, "at least 0"),
+        ("settle_ns", scenario.settle_ns, scenario.settle_ns >= 0, "at least 0"),
+    ):
+        if not fine:
+            raise ScenarioError(f"{path}: {value}: must be {words}")
     for name in ("stats_period_ms", "report_period_ms", "health_period_ms"):
         if not getattr(network, name) > 0:
             raise ScenarioError(f"network.{name}: {getattr(network, name)}: must be above 0")

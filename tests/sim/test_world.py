@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autoscaling.simulator.client import SourceError
-from autoscaling.simulator.spec import ClientSpec, Pool, SimRequest
+from autoscaling.simulator.spec import ClientSpec, NetworkSpec, Pool, SimRequest
 from autoscaling.simulator.world import ScenarioError, run
 from policies.config import AdmissionConfig, PolicyConfig
 from tests.sim.worlds import PROFILE, SECOND, SLOW, Watcher, listed, poisson, settled
@@ -188,6 +188,10 @@ def test_nonsense_is_named() -> None:
         run(listed([], pools=(Pool(PROFILE, 1, "decode"),)))
     with pytest.raises(ScenarioError, match="gateways: 0"):
         run(listed([], gateways=0))
+    with pytest.raises(ScenarioError, match=r"clients.abort_share: 2: must be in \[0, 1\]"):
+        run(listed([], clients=ClientSpec(abort_share=2)))
+    with pytest.raises(ScenarioError, match=r"network.hop_ms: nan: must be finite"):
+        run(listed([], network=NetworkSpec(hop_ms=math.nan)))
 
 
 def test_use_of_the_pool_is_counted() -> None:

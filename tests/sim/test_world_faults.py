@@ -198,3 +198,10 @@ def test_all_faults_together_lose_nothing_and_repeat() -> None:
     scenario = poisson(rate_ps=12, seconds=12, pool=Pool(PROFILE, 4), faults=tuple(all_kinds()))
     first, _ = watched(scenario)
     assert run(scenario).digest == first.digest
+
+
+def test_those_in_line_for_a_slot_outlive_a_replica_that_refuses() -> None:
+    pool = Pool(PROFILE, 1, ongoing_max=1)
+    result, _ = watched(poisson(rate_ps=3, seconds=4, pool=pool, faults=(Fault("refuse", SECOND, 2 * SECOND),)))
+    assert result.end_ns < 60 * SECOND
+    assert result.counters["lost"] == 0

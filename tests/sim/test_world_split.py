@@ -87,3 +87,12 @@ def test_scaling_a_split_fleet_cuts_nothing_and_repeats() -> None:
     scenario = split(prefill=2, decode=3, faults=(Fault("kill", 4 * SECOND, replica=3),), seconds=12)
     first, _ = watched(scenario)
     assert run(scenario).digest == first.digest
+
+
+def test_decode_replicas_that_refuse_for_a_while_get_the_work_afterwards() -> None:
+    faults = tuple(Fault("refuse", 2 * SECOND, 5 * SECOND, replica=2 + i) for i in range(2))
+    result, watcher = watched(split(seconds=4, faults=faults))
+    assert result.counters["succeeded"] == len(result.records)
+    decoded = [at / SECOND for at, r, _, kind, _ in watcher.engines if r.startswith("decode") and kind == "submit"]
+    assert not [t for t in decoded if 2 < t < 7]
+    assert [t for t in decoded if t > 7]
