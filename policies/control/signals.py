@@ -5,7 +5,10 @@ A reporter is *fresh* while its last report is at most ``report_age_ms_max`` old
 
     rate = sum over fresh reporters of (sum of counts / sum of window_ms)
 
-A lost report therefore makes a rate older, not lower. Three words for ignorance, all used by the decisions:
+A lost report therefore makes a rate older, not lower. Counts are summed as reports come and go, so that a tick costs
+what changed and not what is kept; they are whole numbers, so sums are exact. Times are summed anew.
+
+Three words for ignorance, all used by the decisions:
 
 * *blind*: no gateway and no replica is fresh;
 * *unknown replicas*: Serve runs more than report, or (where Serve's own word is missing) known ones fell silent;
@@ -18,8 +21,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import add, sub
 from typing import Generic, Protocol, TypeVar
 
 from policies.config import ControlConfig
@@ -197,11 +201,19 @@ class Signals:
 
 
 class _Reporter(Generic[R]):
-    """Window of one reporter's reports, newest last."""
+    """Window of one reporter's reports, newest last, with the sums of their counts.
 
-    def __init__(self, first: Sampled[R]) -> None:
-        self._window: deque[Sampled[R]] = deque([first], maxlen=WINDOW_REPORTS_MAX)
+    ``counts_of`` lists a report's counts, always as many and in the same order.
+    """
+
+    def __init__(self, first: Sampled[R], counts_of: Callable[[R], tuple[int, ...]]) -> None:
+        self._counts_of = counts_of
+        self._window: deque[Sampled[R]] = deque()
+        self._counts: deque[tuple[int, ...]] = deque()
+        self.sums: list[int] = []
+        """Of all reports in the window, after :meth:`window`; empty for an empty window."""
         self.last = first
+        self._keep(first)
 
     def add(self, report: R, now_ns: int, silent_after_ms: float) -> bool:
         """Keep ``report`` unless it is a duplicate or older than the last one.
@@ -212,22 +224,39 @@ class _Reporter(Generic[R]):
             if self.last.age_ms(now_ns) <= silent_after_ms or report.seq == self.last.value.seq:
                 return False
             self._window.clear()
+            self._counts.clear()
+            self.sums = []
         self.last = Sampled(report, now_ns)
-        self._window.append(self.last)
+        self._keep(self.last)
         return True
 
     def window(self, now_ns: int) -> tuple[Sampled[R], ...]:
         """Reports of the last :data:`WINDOW_MS`, oldest first."""
         while self._window and self._window[0].age_ms(now_ns) > WINDOW_MS:
-            self._window.popleft()
+            self._drop()
         return tuple(self._window)
+
+    def _keep(self, sampled: Sampled[R]) -> None:
+        if len(self._window) >= WINDOW_REPORTS_MAX:
+            self._drop()
+        counts = self._counts_of(sampled.value)
+        self._window.append(sampled)
+        self._counts.append(counts)
+        self.sums = list(map(add, self.sums, counts)) if self.sums else list(counts)
+
+    def _drop(self) -> None:
+        self._window.popleft()
+        self.sums = list(map(sub, self.sums, self._counts.popleft()))
+        if not self._window:
+            self.sums = []
 
 
 class _Reporters(Generic[R]):
     """All reporters of one kind, at most ``reporters_max``."""
 
-    def __init__(self, reporters_max: int, config: ControlConfig) -> None:
+    def __init__(self, reporters_max: int, config: ControlConfig, counts_of: Callable[[R], tuple[int, ...]]) -> None:
         self._max = reporters_max
+        self._counts_of = counts_of
         self._config = config
         self._by_id: dict[str, _Reporter[R]] = {}
         self.refused = 0
@@ -242,7 +271,7 @@ class _Reporters(Generic[R]):
         if len(self._by_id) >= self._max and not self._make_room(now_ns):
             self.refused += 1
             return False
-        self._by_id[name] = _Reporter(Sampled(report, now_ns))
+        self._by_id[name] = _Reporter(Sampled(report, now_ns), self._counts_of)
         return True
 
     def _make_room(self, now_ns: int) -> bool:
@@ -274,8 +303,8 @@ class SignalBook:
 
     def __init__(self, config: ControlConfig) -> None:
         self._config = config
-        self._replicas: _Reporters[ReplicaReport] = _Reporters(REPLICAS_MAX, config)
-        self._gateways: _Reporters[GatewayReport] = _Reporters(GATEWAYS_MAX, config)
+        self._replicas: _Reporters[ReplicaReport] = _Reporters(REPLICAS_MAX, config, _replica_counts)
+        self._gateways: _Reporters[GatewayReport] = _Reporters(GATEWAYS_MAX, config, _gateway_counts)
         self._fleet: Sampled[FleetView] | None = None
 
     @property
@@ -300,12 +329,10 @@ class SignalBook:
         self._replicas.forget(now_ns)
         self._gateways.forget(now_ns)
         age_max = self._config.report_age_ms_max
-        replicas = tuple(_replica_signals(r.last, r.window(now_ns), now_ns, age_max) for r in self._replicas.items())
-        gateways = [
-            (r.last.value, r.window(now_ns)) for r in self._gateways.items() if r.last.age_ms(now_ns) <= age_max
-        ]
+        replicas = tuple([_replica_signals(r, now_ns, age_max) for r in self._replicas.items()])
+        gateways = [_Gateway(r, now_ns) for r in self._gateways.items() if r.last.age_ms(now_ns) <= age_max]
         fleet = self._fleet.value if self._fleet is not None and self._fleet.age_ms(now_ns) <= age_max else None
-        models = sorted({r.latest.model for r in replicas} | {g.model for g, _ in gateways})
+        models = sorted({r.latest.model for r in replicas} | {g.latest.model for g in gateways})
         return Signals(
             now_ns=now_ns,
             model=models[0] if models else "",
@@ -327,60 +354,109 @@ def merge(histograms: Iterable[Histogram]) -> Histogram:
     return Histogram(tuple(map(sum, zip(*(h.counts for h in some), strict=True))), sum(h.sum_ms for h in some))
 
 
-def _replica_signals(
-    last: Sampled[ReplicaReport], window: tuple[Sampled[ReplicaReport], ...], now_ns: int, age_ms_max: float
-) -> ReplicaSignals:
-    reports = [s.value for s in window]
-    window_ms = sum(r.window_ms for r in reports)
-    seconds = window_ms / 1000 or 1.0
-    busy = [(r.busy_share, r.window_ms) for r in reports if r.busy_share is not None]
-    busy_ms = sum(w for _, w in busy)
-    return ReplicaSignals(
-        latest=last.value,
-        age_ms=last.age_ms(now_ns),
-        fresh=last.age_ms(now_ns) <= age_ms_max,
-        window=window,
-        window_ms=window_ms,
-        prefill_tps=sum(r.prefill_tokens for r in reports) / seconds,
-        decode_tps=sum(r.decode_tokens for r in reports) / seconds,
-        prefix_query_tokens=sum(r.prefix_query_tokens for r in reports),
-        prefix_hit_tokens=sum(r.prefix_hit_tokens for r in reports),
-        preemptions=sum(r.preemptions for r in reports),
-        steps=sum(r.steps for r in reports),
-        busy_share=sum(share * w for share, w in busy) / busy_ms if busy_ms else None,
-        itl=merge(r.itl for r in reports),
+def _replica_counts(report: ReplicaReport) -> tuple[int, ...]:
+    """Counts of one report: six of tokens, preemptions and steps, then the buckets of its histogram."""
+    return (
+        report.prefill_tokens,
+        report.decode_tokens,
+        report.prefix_query_tokens,
+        report.prefix_hit_tokens,
+        report.preemptions,
+        report.steps,
+        *report.itl.counts,
     )
 
 
-def _traffic(gateways: Sequence[tuple[GatewayReport, tuple[Sampled[GatewayReport], ...]]]) -> Traffic:
-    arrivals = routed = routed_prompt = prompt = output = succeeded = failed = 0.0
-    for _, window in gateways:
-        reports = [s.value for s in window]
-        seconds = sum(r.window_ms for r in reports) / 1000 or 1.0
-        arrivals += sum(r.arrivals for r in reports) / seconds
-        routed += sum(sum(r.routed.values()) for r in reports) / seconds
-        routed_prompt += sum(sum(r.predicted_prompt_tokens.values()) for r in reports) / seconds
-        prompt += sum(r.prompt_tokens for r in reports) / seconds
-        output += sum(r.output_tokens for r in reports) / seconds
-        succeeded += sum(r.succeeded for r in reports) / seconds
-        failed += sum(sum(r.failed.values()) for r in reports) / seconds
-    every = [s.value for _, window in gateways for s in window]
+def _replica_signals(reporter: _Reporter[ReplicaReport], now_ns: int, age_ms_max: float) -> ReplicaSignals:
+    window = reporter.window(now_ns)
+    reports = [s.value for s in window]
+    window_ms = sum([r.window_ms for r in reports])
+    seconds = window_ms / 1000 or 1.0
+    prefill_tokens, decode_tokens, query_tokens, hit_tokens, preemptions, steps = reporter.sums[:6] or (0,) * 6
+    busy = [(r.busy_share, r.window_ms) for r in reports if r.busy_share is not None]
+    busy_ms = sum([w for _, w in busy])
+    age_ms = reporter.last.age_ms(now_ns)
+    return ReplicaSignals(
+        reporter.last.value,
+        age_ms,
+        age_ms <= age_ms_max,
+        window,
+        window_ms,
+        prefill_tokens / seconds,
+        decode_tokens / seconds,
+        query_tokens,
+        hit_tokens,
+        preemptions,
+        steps,
+        sum([share * w for share, w in busy]) / busy_ms if busy_ms else None,
+        Histogram(tuple(reporter.sums[6:]), sum([r.itl.sum_ms for r in reports])) if reports else Histogram(),
+    )
+
+
+_BUCKETS = len(Histogram().counts)
+
+
+def _gateway_counts(report: GatewayReport) -> tuple[int, ...]:
+    """Counts of one report: eight of requests and tokens, then the buckets of its four histograms."""
+    return (
+        report.arrivals,
+        sum(report.routed.values()),
+        sum(report.predicted_prompt_tokens.values()),
+        report.prompt_tokens,
+        report.output_tokens,
+        report.succeeded,
+        sum(report.failed.values()),
+        sum(report.predicted_hit_tokens.values()),
+        *report.ttft.counts,
+        *report.itl.counts,
+        *report.e2e.counts,
+        *report.ttft_error_ms.counts,
+    )
+
+
+class _Gateway:
+    """One fresh gateway: its last report, and what its window of reports adds up to."""
+
+    def __init__(self, reporter: _Reporter[GatewayReport], now_ns: int) -> None:
+        self.latest = reporter.last.value
+        self.reports = [s.value for s in reporter.window(now_ns)]
+        self.sums = reporter.sums or [0] * (8 + 4 * _BUCKETS)
+        self.seconds = sum([r.window_ms for r in self.reports]) / 1000 or 1.0
+
+    def rate(self, number: int) -> float:
+        """One of the eight counts, per second."""
+        return self.sums[number] / self.seconds
+
+    def buckets(self, number: int) -> list[int]:
+        """Buckets of one of the four histograms."""
+        begin = 8 + number * _BUCKETS
+        return self.sums[begin : begin + _BUCKETS]
+
+
+def _traffic(gateways: Sequence[_Gateway]) -> Traffic:
+    def rate(number: int) -> float:
+        return sum([g.rate(number) for g in gateways])
+
+    def histogram(number: int, sums_ms: Iterable[float]) -> Histogram:
+        return Histogram(tuple(map(sum, zip(*[g.buckets(number) for g in gateways], strict=True))), sum(sums_ms))
+
+    every = [r for g in gateways for r in g.reports]
     return Traffic(
-        arrivals_ps=arrivals,
-        routed_ps=routed,
-        routed_prompt_tps=routed_prompt,
-        prompt_tps=prompt,
-        output_tps=output,
-        succeeded_ps=succeeded,
-        failed_ps=failed,
-        inflight=sum(latest.inflight for latest, _ in gateways),
-        queued=sum(latest.queued for latest, _ in gateways),
-        predicted_prompt_tokens=sum(sum(r.predicted_prompt_tokens.values()) for r in every),
-        predicted_hit_tokens=sum(sum(r.predicted_hit_tokens.values()) for r in every),
-        ttft=merge(r.ttft for r in every),
-        itl=merge(r.itl for r in every),
-        e2e=merge(r.e2e for r in every),
-        ttft_error=merge(r.ttft_error_ms for r in every),
+        arrivals_ps=rate(0),
+        routed_ps=rate(1),
+        routed_prompt_tps=rate(2),
+        prompt_tps=rate(3),
+        output_tps=rate(4),
+        succeeded_ps=rate(5),
+        failed_ps=rate(6),
+        inflight=sum(g.latest.inflight for g in gateways),
+        queued=sum(g.latest.queued for g in gateways),
+        predicted_prompt_tokens=sum(g.sums[2] for g in gateways),
+        predicted_hit_tokens=sum(g.sums[7] for g in gateways),
+        ttft=histogram(0, [r.ttft.sum_ms for r in every]),
+        itl=histogram(1, [r.itl.sum_ms for r in every]),
+        e2e=histogram(2, [r.e2e.sum_ms for r in every]),
+        ttft_error=histogram(3, [r.ttft_error_ms.sum_ms for r in every]),
     )
 
 

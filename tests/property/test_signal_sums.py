@@ -1,0 +1,130 @@
+"""Sums that are kept while reports come and go, against the same sums made anew from the window of each tick."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.config import ControlConfig
+from policies.control.signals import WINDOW_MS, WINDOW_REPORTS_MAX, SignalBook, Traffic
+from policies.types import LATENCY_BOUNDS_MS, GatewayReport, Histogram, ReplicaReport
+from tests.unit.control.fleet import gateway_report, replica_report
+
+MS = 1_000_000
+CONFIG = ControlConfig()
+
+Stream = list[tuple[int, ReplicaReport | GatewayReport]]
+"""Accepted reports of one reporter with the time of their receipt, since its last new life."""
+
+
+def histogram(rng: Random) -> Histogram:
+    counts = tuple(rng.choice((0, 0, 0, rng.randrange(50))) for _ in range(len(LATENCY_BOUNDS_MS) + 1))
+    return Histogram(counts, rng.uniform(0, 1e5) if any(counts) else 0.0)
+
+
+def a_replica(rng: Random, name: str, seq: int) -> ReplicaReport:
+    counts = {key: rng.randrange(1_000) for key in ("prefill_tokens", "decode_tokens", "preemptions", "steps")}
+    query = rng.randrange(1_000)
+    return replica_report(
+        name, seq, window_ms=rng.uniform(500, 1_500), itl=histogram(rng), prefix_query_tokens=query,
+        prefix_hit_tokens=rng.randrange(query + 1), busy_share=rng.choice((None, rng.random())), **counts,
+    )  # fmt: skip
+
+
+def a_gateway(rng: Random, name: str, seq: int) -> GatewayReport:
+    by_replica = {key: {f"r{i}": rng.randrange(100) for i in range(rng.randrange(4))} for key in (
+        "routed", "predicted_prompt_tokens", "predicted_hit_tokens", "failed",
+    )}  # fmt: skip
+    counts = {key: rng.randrange(1_000) for key in ("arrivals", "succeeded", "prompt_tokens", "output_tokens")}
+    histograms = {key: histogram(rng) for key in ("ttft", "itl", "e2e", "ttft_error_ms")}
+    return gateway_report(name, seq, window_ms=rng.uniform(500, 1_500), **by_replica, **counts, **histograms)
+
+
+def merged(histograms: Iterable[Histogram]) -> Histogram:
+    result = Histogram()
+    for h in histograms:
+        result = result.plus(h)
+    return result
+
+
+def window(stream: Stream, now_ns: int) -> list[ReplicaReport | GatewayReport]:
+    return [r for at_ns, r in stream[-WINDOW_REPORTS_MAX:] if (now_ns - at_ns) / 1e6 <= WINDOW_MS]
+
+
+def check_replica(book: SignalBook, name: str, stream: Stream, now_ns: int) -> None:
+    (signals,) = [r for r in book.signals(now_ns).replicas if r.replica_id == name]
+    reports = [r for r in window(stream, now_ns) if isinstance(r, ReplicaReport)]
+    assert [s.value for s in signals.window] == reports
+    assert signals.window_ms == sum(r.window_ms for r in reports)
+    seconds = signals.window_ms / 1000 or 1.0
+    assert signals.prefill_tps == sum(r.prefill_tokens for r in reports) / seconds
+    assert signals.decode_tps == sum(r.decode_tokens for r in reports) / seconds
+    for field in ("prefix_query_tokens", "prefix_hit_tokens", "preemptions", "steps"):
+        assert getattr(signals, field) == sum(getattr(r, field) for r in reports)
+    assert signals.itl == merged(r.itl for r in reports)
+    busy = [(r.busy_share, r.window_ms) for r in reports if r.busy_share is not None]
+    assert signals.busy_share == (sum(b * w for b, w in busy) / sum(w for _, w in busy) if busy else None)
+
+
+def check_traffic(traffic: Traffic, streams: Sequence[Stream], now_ns: int) -> None:
+    windows = [[r for r in window(s, now_ns) if isinstance(r, GatewayReport)] for s in streams]
+
+    def rate(of: str) -> float:
+        total = 0.0
+        for reports in windows:
+            values = [getattr(r, of) for r in reports]
+            count = sum(v if isinstance(v, int) else sum(v.values()) for v in values)
+            total += count / (sum(r.window_ms for r in reports) / 1000 or 1.0)
+        return total
+
+    every = [r for reports in windows for r in reports]
+    assert (traffic.arrivals_ps, traffic.routed_ps, traffic.failed_ps) == (
+        rate("arrivals"),
+        rate("routed"),
+        rate("failed"),
+    )
+    assert (traffic.prompt_tps, traffic.output_tps) == (rate("prompt_tokens"), rate("output_tokens"))
+    assert (traffic.succeeded_ps, traffic.routed_prompt_tps) == (rate("succeeded"), rate("predicted_prompt_tokens"))
+    assert traffic.predicted_prompt_tokens == sum(sum(r.predicted_prompt_tokens.values()) for r in every)
+    assert traffic.predicted_hit_tokens == sum(sum(r.predicted_hit_tokens.values()) for r in every)
+    assert traffic.ttft == merged(r.ttft for r in every)
+    assert traffic.itl == merged(r.itl for r in every)
+    assert traffic.e2e == merged(r.e2e for r in every)
+    assert traffic.ttft_error == merged(r.ttft_error_ms for r in every)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 3))
+def test_kept_sums_are_those_of_the_window(seed: int, reporters: int) -> None:
+    rng = Random(seed)
+    book, now_ns = SignalBook(CONFIG), 0
+    streams: dict[str, Stream] = {f"{kind}{i}": [] for kind in "rg" for i in range(reporters)}
+    for _ in range(50):
+        now_ns += rng.choice((0, 200 * MS, 1_000 * MS, 1_000 * MS, 4_000 * MS, 14_000 * MS))
+        for name, stream in streams.items():
+            last = stream[-1][1].seq if stream else 0
+            seq = max(1, last + rng.choice((1, 1, 1, 3, 0, -5)))
+            report: ReplicaReport | GatewayReport
+            if name.startswith("r"):
+                report = a_replica(rng, name, seq)
+                kept = book.receive_replica(report, now_ns)
+            else:
+                report = a_gateway(rng, name, seq)
+                kept = book.receive_gateway(report, now_ns)
+            if kept:
+                if seq <= last:
+                    stream.clear()
+                stream.append((now_ns, report))
+        signals = book.signals(now_ns)
+        for replica_signals in signals.replicas:
+            check_replica(book, replica_signals.replica_id, streams[replica_signals.replica_id], now_ns)
+        if signals.traffic is not None:
+            fresh = [
+                s
+                for n, s in sorted(streams.items())
+                if n.startswith("g") and s and now_ns - s[-1][0] <= CONFIG.report_age_ms_max * MS
+            ]
+            check_traffic(signals.traffic, fresh, now_ns)
