@@ -334,11 +334,10 @@ class Replica:
 
     def state(self, now_ns: int) -> ReplicaState:
         """As it tells routers and the controller."""
-        if self.phase is Phase.STARTING:
-            return ReplicaState.STARTING
-        if self.phase is not Phase.READY:
-            return ReplicaState.DRAINING
-        return ReplicaState.STUCK if self.is_stuck(now_ns) else ReplicaState.READY
+        if self.phase is Phase.READY:
+            stuck = self.frozen_since_ns is not None and self.is_stuck(now_ns)
+            return ReplicaState.STUCK if stuck else ReplicaState.READY
+        return ReplicaState.STARTING if self.phase is Phase.STARTING else ReplicaState.DRAINING
 
     def _gauges(self, now_ns: int) -> EngineGauges:
         if self._idle is not None:
