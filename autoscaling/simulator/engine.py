@@ -386,14 +386,13 @@ class SimEngine:
         seqs, tokens = self._limits()
         preempted, chunk = self._make_room(tokens)
         decoding = self._decoders.number
-        budget = tokens - decoding - chunk
         parts: list[tuple[Job, int]] = []
         if self._prefilling is not None:
             self._add_part(self._prefilling, chunk, parts)
         if preempted:
             self._may_admit = True
         elif self._queue.number:
-            self._may_admit, budget = self._admit(seqs, budget, parts)
+            self._may_admit = self._admit(seqs, tokens - decoding - chunk, parts)
         if not parts:
             soon = self._queue.number and self._may_admit
             return decoding > 0 and self._decode(at_ns, 1, 1 if soon else None)
@@ -405,14 +404,17 @@ class SimEngine:
             prefill += n
         first_ms = law.step_ms(decoding + len(parts), context, prefill, pairs)
         steps, growth_ms = 1, 0.0
-        if not budget and len(parts) == 1 and not preempted:
+        if len(parts) == 1 and not preempted:
             steps = self._chunks(*parts[0])
             growth_ms = law.c_ms * (decoding + prefill) / 1000 + law.e_ms * prefill * prefill / 1e6
         self._begin(at_ns, steps, first_ms, growth_ms, 1)
         return True
 
     def _chunks(self, job: Job, chunk: int) -> int:
-        """How many steps are alike: ``chunk`` tokens of ``job``, no room to join, no end, and the blocks are there."""
+        """How many steps compute ``chunk`` tokens of ``job`` and leave some, while nobody ends and blocks are there.
+
+        Nobody can join meanwhile: a prompt is cut only where the budget ends.
+        """
         steps = (job.request.prompt_tokens + job.output_done - job.computed - 1) // chunk
         decoders = self._decoders
         if decoders.number:
@@ -450,18 +452,18 @@ class SimEngine:
         self._meter.preemptions += 1
         self._queue.push(job, first=True)
 
-    def _admit(self, seqs: int, budget: int, parts: list[tuple[Job, int]]) -> tuple[bool, int]:
-        """Let waiting jobs in. Returns whether another try at the next step may let more in, and the budget left."""
+    def _admit(self, seqs: int, budget: int, parts: list[tuple[Job, int]]) -> bool:
+        """Let waiting jobs in. Returns whether another try at the next step may let more in."""
         while budget > 0 and len(self._running) + len(self._leaving) < seqs:
             job = self._queue.head()
             if job is None or (job.ready_step > self._step and self._running):
-                return True, budget
+                return True
             count = self._let_in(job, budget)
             if not count:
-                return bool(self._leaving), budget
+                return bool(self._leaving)
             budget -= count
             self._add_part(job, count, parts)
-        return bool(parts) or bool(self._leaving), budget
+        return bool(parts) or bool(self._leaving)
 
     def _let_in(self, job: Job, budget: int) -> int:
         """Let one job in. Returns the tokens to compute; 0: no room."""

@@ -115,6 +115,17 @@ def test_with_async_scheduling_it_joins_one_step_later_unless_the_engine_is_idle
     assert [e[0] for e in finish(engine) if e[1] == "first_token"] == [10, 120]
 
 
+@pytest.mark.parametrize("scarce", [{"running_seqs_max": 2}, {"kv_tokens": 160, "context_tokens_max": 160}])
+def test_with_async_scheduling_a_place_is_free_one_step_after_its_job_ended(scarce: dict[str, int]) -> None:
+    for ahead, end, first in ((False, 50, 60), (True, 60, 80)):
+        engine = engine_of(replace(PROFILE, async_scheduling=ahead, **scarce))  # type: ignore[arg-type]
+        for one in (job(0, 10, 30), job(1, 100, 4), job(2, 100, 1)):
+            engine.submit(one, 0)
+        events = finish(engine)
+        assert (end, "finished", 1) in events
+        assert (first, "first_token", 2) in events
+
+
 def test_decoding_goes_on_beside_a_long_prompt_and_gets_its_tokens_first() -> None:
     engine = engine_of()
     engine.submit(job(0, 100, 30), 0)
@@ -182,6 +193,16 @@ def test_a_known_beginning_is_not_computed_again() -> None:
     assert (second.cached_tokens, third.cached_tokens) == (192, 192)  # the last token is always computed
     assert (window.prefix_query_tokens, window.prefix_hit_tokens) == (856, 384)
     assert window.prefill_tokens == 856 - 384
+
+
+def test_cached_blocks_that_nobody_holds_are_no_room_beside_themselves() -> None:
+    engine = engine_of(replace(PROFILE, kv_tokens=160, context_tokens_max=160))
+    engine.submit(job(0, 128, 1, (1, 2)), 0)
+    engine.submit(job(1, 30, 3), 20 * MS)
+    engine.submit(job(2, 140, 1, (1, 2)), 25 * MS)  # 8 of its 9 blocks are cached, and 8 are not held by others
+    assert finish(engine)[2:] == [
+        (30, "first_token", 1), (50, "finished", 1), (60, "first_token", 2), (60, "finished", 2)
+    ]  # fmt: skip
 
 
 def test_blocks_are_findable_in_the_step_that_computes_them() -> None:
