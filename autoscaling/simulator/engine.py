@@ -100,7 +100,7 @@ class SimEngine:
         request = job.request
         if not 1 <= request.prompt_tokens < self.tokens_max:
             raise ValueError(f"a prompt of {request.prompt_tokens} tokens: 1..{self.tokens_max - 1} are possible")
-        if request.block_tokens % self._block or request.block_tokens < 1:
+        if request.block_tokens < 1 or (request.blocks and request.block_tokens % self._block):
             raise ValueError(f"prefix blocks of {request.block_tokens} tokens are no multiple of {self._block}")
         self._run_until(now_ns)
         job.output_tokens = min(job.output_tokens, self.tokens_max - request.prompt_tokens)

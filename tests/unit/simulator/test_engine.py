@@ -366,7 +366,7 @@ def test_impossible_prompts_are_refused_and_output_ends_with_the_context() -> No
     with pytest.raises(ValueError, match=r"900 tokens: 1\.\.899"):
         engine.submit(job(0, 900, 1), 0)
     with pytest.raises(ValueError, match="multiple of 16"):
-        engine.submit(Job(SimRequest(1, 0, 10, 1, block_tokens=24), 1), 0)
+        engine.submit(Job(SimRequest(1, 0, 30, 1, (1,), block_tokens=24), 1), 0)
     with pytest.raises(ValueError, match="speed factor"):
         engine.set_speed(0, 0)
     with pytest.raises(ValueError, match="profile test"):
