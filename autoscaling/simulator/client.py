@@ -140,7 +140,8 @@ class Clients:
         end_ns = now_ns + self._ctx.delays.client
         if call.gone_ns is not None:
             outcome, reason, end_ns = Outcome.CANCELLED, call.gone_why, call.gone_ns
-        again = outcome in (Outcome.REFUSED, Outcome.FAILED) or call.gone_why == "gave_up"
+        own_fault = reason == "engine_client_error"
+        again = (outcome in (Outcome.REFUSED, Outcome.FAILED) and not own_fault) or call.gone_why == "gave_up"
         if again and ask.tries <= clients.retries_max:
             self._ctx.counters["client_retries"] += 1
             pause_ns = ns(clients.retry_pause_ms * (0.5 + self._rng(ask).random()))

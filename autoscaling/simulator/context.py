@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 
 COUNTERS = (
     "requests", "succeeded", "failed", "cancelled", "refused", "lost", "client_retries", "dispatches", "retries",
-    "refused_connect", "refused_draining", "broken", "timeouts", "aborts", "waits", "slot_waits", "handovers", "starts",
-    "starts_failed", "stops", "cut", "kills", "membership_changes", "samples", "reports", "ticks", "events",
+    "refused_connect", "refused_draining", "rejected", "broken", "timeouts", "aborts", "waits", "slot_waits",
+    "handovers", "starts", "starts_failed", "stops", "cut", "kills", "membership_changes", "samples",
+    "reports", "ticks", "events",
 )  # fmt: skip
 """Names of ``RunResult.counters``. The first six count client requests; ``dispatches`` what was sent to replicas,
-``retries`` those after the first of a call; ``cut`` requests ended by a leaving replica's time; ``waits`` calls that
-waited for any replica, ``slot_waits`` those that waited for room at one."""
+``retries`` those after the first of a call; ``cut`` requests ended by a leaving replica's time; ``rejected`` those an
+engine answered with 400; ``waits`` calls that waited for any replica, ``slot_waits`` those that waited for room at one.
+"""
 
 
 class Observer(Protocol):

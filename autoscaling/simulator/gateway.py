@@ -247,6 +247,16 @@ class Gateway:
             self._ctx.counters["refused_draining"] += 1
         self._drive(call, ReplicaRefused(kind), now_ns)
 
+    def rejected(self, now_ns: int, attempt: Attempt) -> None:
+        """The engine answered 400: a prompt that no replica of this kind can hold."""
+        if attempt.over:
+            return
+        call = attempt.call
+        self._hang_up(call, attempt)
+        self._ctx.counters["rejected"] += 1
+        self._drive(call, ResponseStarted(400), now_ns)
+        self._drive(call, ResponseEnded(), now_ns)
+
     def broken(self, now_ns: int, failure: tuple[Attempt, UpstreamFailure]) -> None:
         """The connection to a replica broke, or was silent for too long."""
         attempt, kind = failure

@@ -221,6 +221,10 @@ class Replica:
         engine = self._catch_up(now_ns)
         assert engine is not None, "a replica with a request inside has an engine"
         ask = attempt.call.ask
+        if ask.request.prompt_tokens >= engine.tokens_max:
+            self._ctx.queue.at(now_ns + self._ctx.delays.hop, attempt.call.gateway.rejected, attempt)
+            self._leave(attempt, now_ns)
+            return
         tokens = ask.leave_tokens or ask.request.output_tokens
         serve = self._serve
         job = Job(ask.request, tokens, prefill_only=serve.is_prefill, kv_ready=serve.is_decode)

@@ -153,6 +153,14 @@ def test_serves_slots_bound_what_a_replica_holds_and_nobody_is_lost() -> None:
         assert inside[replica] <= 3
 
 
+def test_a_prompt_no_replica_can_hold_is_the_clients_fault_and_ends_nothing_else() -> None:
+    requests = [SimRequest(0, SECOND, 9_000, 10), SimRequest(1, 2 * SECOND, 100, 10)]
+    scenario = replace(listed(requests), clients=ClientSpec(retries_max=3))
+    rows = {row.index: row for row in run(scenario).records}
+    assert (rows[0].outcome, rows[0].reason, rows[0].tries) == ("failed", "engine_client_error", 1)
+    assert rows[1].outcome == "succeeded"
+
+
 def test_what_is_open_after_the_last_moment_is_lost() -> None:
     result = run(listed([SimRequest(0, 0, 100, 10), SimRequest(1, 0, 100, 5_000)], drain_ns_max=SECOND))
     assert [(r.index, r.outcome) for r in result.records] == [(0, "succeeded"), (1, "lost")]
