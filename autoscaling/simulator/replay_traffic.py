@@ -1,7 +1,8 @@
 """Recorded traffic as a load for the simulator, and what was recorded as a run to be compared with simulated ones.
 
-Requests come when they came (open loop), gateways laid beside each other by the wall clocks of their headers, the first
-one :data:`LEAD_NS` after the start so that the control loop knows the fleet by then. Their work is what was done: the
+Requests come when they came (open loop), gateways laid beside each other by the wall clocks of their headers. A replay
+begins when the first gateway did, at most :data:`LEAD_NS_MAX` before the first request: a control loop that has just
+begun measures rates over less time than one that knows a quiet minute. The requests' work is what was done: the
 engine's counts of tokens where it told them. What was never answered has no count: a request that was refused or failed
 without a byte gets the mean output of the others, bounded by its own limit; one that was broken off gets what it got.
 
@@ -37,8 +38,9 @@ from autoscaling.simulator.spec import EngineProfile, SimRequest
 from autoscaling.simulator.workload.trace import TraceError
 from policies.types import Decision, Histogram, ReplicaReport, ReplicaState
 
-LEAD_NS = 10_000_000_000
-"""Simulated time before the first request."""
+LEAD_NS_MAX = 30_000_000_000
+"""Longest simulated time before the first request; more than any window of the control loop over rates."""
+LEAD_NS_MIN = 1_000_000_000
 SAMPLES_MIN = 32
 """Steps a replica's model must have seen to count."""
 _HASH_STEP = 0x9E3779B97F4A7C15
@@ -58,14 +60,11 @@ class Traffic:
     """The requests of all gateways of a recording by their arrival, and how their text was cut."""
 
     arrivals: tuple[Arrival, ...]
+    start_unix_ns: int
+    """Time 0 of a replay."""
     block_bytes: int
     left_out: int
     """Requests that write no tokens (embeddings, tokenising): the simulator has none such."""
-
-    @property
-    def start_unix_ns(self) -> int:
-        """Time 0 of a replay."""
-        return self.arrivals[0].unix_ns - LEAD_NS
 
 
 def traffic_of(requests: Iterable[tuple[Header, RequestLine]]) -> Traffic:
@@ -76,7 +75,9 @@ def traffic_of(requests: Iterable[tuple[Header, RequestLine]]) -> Traffic:
     """
     found: list[Arrival] = []
     left_out = block_bytes = 0
+    began: int | None = None
     for header, line in requests:
+        began = header.started_unix_ns if began is None else min(began, header.started_unix_ns)
         block_bytes = header.config.routing.block_bytes
         if line.output_tokens_max == 0:
             left_out += 1
@@ -85,7 +86,9 @@ def traffic_of(requests: Iterable[tuple[Header, RequestLine]]) -> Traffic:
     if not found:
         raise TraceError("the recording holds no request of a gateway that writes tokens")
     found.sort(key=lambda a: a.unix_ns)
-    return Traffic(tuple(found), block_bytes, left_out)
+    first = found[0].unix_ns
+    start = min(first - LEAD_NS_MIN, max(began or 0, first - LEAD_NS_MAX))
+    return Traffic(tuple(found), start, block_bytes, left_out)
 
 
 # --- as a load --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from autoscaling.recommend import ReplicaScaler
 from autoscaling.simulator.codec import Blocks
 from autoscaling.simulator.recorded import FleetLine, ReplicaLine, RequestLine, to_text
 from autoscaling.simulator.records import RunResult
-from autoscaling.simulator.replay_traffic import LEAD_NS
 from autoscaling.simulator.spec import Pool, Scenario, SimRequest, StepLaw
 from autoscaling.simulator.world import run
 from deployments.cli import cli
@@ -59,7 +58,7 @@ def scenario() -> Scenario:
 def requests(rng: Random) -> list[SimRequest]:
     """After a quiet time, so that the controller knows the fleet as one that is recorded does."""
     made = poisson(6.0, 40.0).source(rng).arrivals()
-    return [replace(r, arrival_ns=r.arrival_ns + LEAD_NS) for r in made]
+    return [replace(r, arrival_ns=r.arrival_ns + 10 * SECOND) for r in made]
 
 
 def write(folder: Path, source: str, lines: Sequence[RequestLine | ReplicaLine | FleetLine]) -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from autoscaling.simulator.codec import Blocks
 from autoscaling.simulator.recorded import FleetLine, Header, Numbered, ReplicaLine, RequestLine, TickLine
 from autoscaling.simulator.replay_traffic import (
-    LEAD_NS,
     RecordedSource,
     Traffic,
     answered_ns,
@@ -79,11 +78,12 @@ def test_gateways_are_laid_beside_each_other_by_the_wall_clock() -> None:
     other = replace(HEADER, name="g2", started_unix_ns=1_002 * S)
     found = traffic_of([(HEADER, line(5, tenant="a")), (other, line(1, tenant="b")), (HEADER, line(2, tenant="c"))])
     requests = list(RecordedSource(found, 16).arrivals())
-    assert [(r.tenant, r.arrival_ns - LEAD_NS, r.index) for r in requests] == [
-        ("c", 0, 0),
-        ("b", S, 1),
-        ("a", 3 * S, 2),
-    ]
+    assert [(r.tenant, r.arrival_ns, r.index) for r in requests] == [("c", 2 * S, 0), ("b", 3 * S, 1), ("a", 5 * S, 2)]
+
+
+@pytest.mark.parametrize(("first_s", "lead_s"), [(0.0, 1), (5.0, 5), (100.0, 30)])
+def test_a_replay_begins_when_the_gateway_did_within_bounds(first_s: float, lead_s: int) -> None:
+    assert played(line(first_s))[0].arrival_ns == lead_s * S
 
 
 def test_work_is_what_the_engine_counted_and_the_mean_where_nothing_was_answered() -> None:
@@ -191,7 +191,7 @@ def test_what_was_recorded_reads_like_a_run() -> None:
     summary = summarise(result, HEADER.config.objectives)
     assert (summary.requests, summary.completed, summary.ttft.p50_ms) == (3, 2, 50.0)
     assert summary.endings == {"refused": {"ok": 1}}
-    assert answered_ns(found) == LEAD_NS + 2 * S + 500_000_000
+    assert answered_ns(found) == 12 * S + 500_000_000
     assert recorded_until_ns(found, history) == result.end_ns == 40 * S
     assert result.pools[0].replica_hours * 3_600 == pytest.approx(12 * 1 + 28 * 2)
     assert [s.target for s in result.pools[0].timeline] == [1, 2, 2, 2]
