@@ -26,8 +26,7 @@ What this must not do: drop load or prefixes of removed members itself (their ow
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TypeAlias
 
@@ -57,6 +56,7 @@ _COUNTS = (
     "step_tokens_max",
 )  # fmt: skip
 _STEP = ("step_a_ms", "step_b_ms", "step_c_ms", "step_d_ms")
+_TOLD = _COUNTS + _STEP
 
 
 class _Member:
@@ -64,8 +64,8 @@ class _Member:
 
     __slots__ = (
         "at_sample", "draining", "gone", "kv_tokens_max", "kv_tokens_used", "prefill_backlog_tokens", "received_ns",
-        "replica_id", "running", "running_seqs_max", "seq", "state", "stats", "step_model", "step_tokens_max", "view",
-        "view_until_ns", "waiting", "watched",
+        "replica_id", "running", "running_seqs_max", "seq", "state", "step_model", "step_samples", "step_tokens_max",
+        "told", "unread", "view", "view_until_ns", "waiting", "watched",
     )  # fmt: skip
 
     def __init__(self, replica_id: ReplicaId) -> None:
@@ -73,8 +73,11 @@ class _Member:
         self.seq: int | None = None
         """Of the last sample; ``None``: there was none."""
         self.received_ns = 0
-        self.stats: Mapping[str, object] | None = None
-        """The last sample as it came, until it is read."""
+        self.told: tuple[object, ...] = ()
+        """The last sample as it came: values of the keys in ``_TOLD``."""
+        self.step_samples: object = None
+        self.unread = False
+        """The last sample was not taken in yet."""
         self.at_sample = (0, 0, 0)
         self.running: int | None = None
         self.waiting: int | None = None
@@ -94,14 +97,18 @@ class _Member:
 
     def read(self) -> None:
         """Take in the last sample, if it was not yet."""
-        stats = self.stats
-        if stats is None:
+        if not self.unread:
             return
-        self.stats = None
-        values = [v if type(v) is int and 0 <= v <= COUNT_MAX else _count(v) for v in map(stats.get, _COUNTS)]
+        self.unread = False
+        told = self.told
+        values = [v if type(v) is int and 0 <= v <= COUNT_MAX else _count(v) for v in told[:7]]
         self.running, self.waiting, self.prefill_backlog_tokens, self.kv_tokens_used = values[:4]
-        self.kv_tokens_max, self.running_seqs_max, self.step_tokens_max = (v or None for v in values[4:])
-        self.step_model = _step_model(stats) or self.step_model
+        self.kv_tokens_max, self.running_seqs_max, self.step_tokens_max = (
+            values[4] or None,
+            values[5] or None,
+            values[6] or None,
+        )
+        self.step_model = _step_model(told[7:], self.step_samples) or self.step_model
 
     def fresh(self, now_ns: int, age_ms_max: float) -> bool:
         """Whether the last sample counts."""
@@ -259,18 +266,20 @@ class Fleet:
             seq = _count(seq)
         if seq is None or seq == member.seq:
             return
-        if member.stats is not None and not _tells_step_model(stats):
+        told = tuple(map(stats.get, _TOLD))
+        if member.unread and not _tells_step_model(told[7:]):
             member.read()
-        member.seq, member.received_ns, member.stats = seq, now_ns, dict(stats)
         replica_id = member.replica_id
-        member.at_sample = self._book.counts(replica_id)
-        self._views_due[replica_id] = member
+        counts = self._book.counts(replica_id)
         state = stats.get("state")
         if self._board is not None:
-            if state == member.state and state != ReplicaState.STUCK:
-                self._late[replica_id] = member
-            else:
+            if state != member.state or state == ReplicaState.STUCK:
                 self._due[replica_id] = member
+            elif told != member.told or counts != member.at_sample or not member.watched:
+                self._late[replica_id] = member
+        member.seq, member.received_ns, member.told, member.unread = seq, now_ns, told, True
+        member.at_sample, member.step_samples = counts, stats.get("step_samples")
+        self._views_due[replica_id] = member
         member.state = state
         member.draining = member.draining or state == ReplicaState.DRAINING
 
@@ -345,14 +354,14 @@ def _count(value: object) -> int | None:
     return None if number is None else int(number)
 
 
-def _tells_step_model(stats: Mapping[str, object]) -> bool:
+def _tells_step_model(step: Sequence[object]) -> bool:
     """Whether a sample surely has a step model, so that nothing is lost with an unread one before it."""
-    return all(type(v) is float and 0 < v <= COUNT_MAX for v in map(stats.get, _STEP))
+    return all(type(v) is float and 0 < v <= COUNT_MAX for v in step)
 
 
-def _step_model(stats: Mapping[str, object]) -> StepCoefficients | None:
+def _step_model(step: Sequence[object], samples: object) -> StepCoefficients | None:
     """The replica's step model; ``None`` unless all four coefficients make sense and a step takes time."""
-    a, b, c, d = map(_number, map(stats.get, _STEP))
-    if a is None or b is None or c is None or d is None or not math.fsum((a, b, c, d)):
+    a, b, c, d = [v if type(v) is float and 0 <= v <= COUNT_MAX else _number(v) for v in step]
+    if a is None or b is None or c is None or d is None or not (a or b or c or d):
         return None
-    return StepCoefficients(a, b, c, d, _count(stats.get("step_samples")) or 0)
+    return StepCoefficients(a, b, c, d, _count(samples) or 0)
