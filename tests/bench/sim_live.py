@@ -2,8 +2,9 @@
 
 The live side is everything real but the engine: clients, HAProxy, gateway, Serve, controller, replicas that come and
 go; engines are emulated, so that their law is known. It records; the recorded arrivals are simulated with the recorded
-settings and the emulated engine's own law, and only the time that a replica takes to start is measured. Both sides'
-times are the gateway's. Beginnings that prompts share end where a text block of the gateway ends, so that the recording
+settings and the emulated engine's own law. Two figures are measured: how long a replica takes to start, and what a
+request costs outside steps (from requests that come one by one before the load). Both sides' times are the gateway's.
+Beginnings that prompts share end where a text block of the gateway ends, so that the recording
 knows exactly what was shared.
 
 ``--engine vllm`` does the same with one real vLLM replica on the CPU: its law is fitted to its own steps in a warm-up
@@ -88,7 +89,7 @@ EMULATED_SECTIONS: dict[str, dict[str, Any]] = {
     "scaling": {"replicas_min": 1, "replicas_max": 3, "down_window_s": 15},
     "objectives": {"ttft_ms": 1_000, "itl_ms": 100},
 }
-EMULATED_LOAD = Load(((15.0, 1.5), (30.0, 7.0), (15.0, 1.5)), 60, 5 * 256 - ROLE_BYTES, (40, 200))
+EMULATED_LOAD = Load(((15.0, 1.5), (30.0, 8.0), (15.0, 1.5)), 60, 5 * 256 - ROLE_BYTES, (40, 200))
 """Needs one replica, then two, then one again."""
 VLLM_LOAD = Load(((20.0, 0.5), (20.0, 1.2), (20.0, 0.5)), 32, 256 - ROLE_BYTES, (5, 40))
 
@@ -218,16 +219,17 @@ def warn(text: str) -> None:
     print("warning:", text, flush=True)
 
 
-def emulated_profile(history: FleetHistory) -> EngineProfile:
-    """The emulated engine as it is set up; only its start is measured."""
+def emulated_profile(fleet: RecordedFleet) -> EngineProfile:
+    """The emulated engine as it is set up; its start and what a request costs outside steps are measured."""
     settings = EmulatedSettings(**EMULATED)  # type: ignore[arg-type]
-    step, starts = settings.step, start_times_ms(history)
+    step, starts = settings.step, start_times_ms(fleet.history)
+    law = StepLaw(step.a_ms, step.b_ms, step.c_ms, step.d_ms)
     return EngineProfile(
         name="emulated",
         gpu="none",
         gpus=1,
         model="emulated",
-        law=StepLaw(step.a_ms, step.b_ms, step.c_ms, step.d_ms),
+        law=law,
         kv_tokens=settings.kv_blocks * settings.block_tokens,
         context_tokens_max=settings.context_tokens_max,
         cold_start_ms=h.median(starts) if starts else settings.start_ms,
@@ -237,7 +239,21 @@ def emulated_profile(history: FleetHistory) -> EngineProfile:
         running_seqs_max=settings.running_seqs_max,
         step_tokens_max=settings.step_tokens_max,
         reserve_full_prompt=False,
+        request_overhead_ms=outside_steps_ms(fleet, law),
     )
+
+
+def outside_steps_ms(fleet: RecordedFleet, law: StepLaw) -> float:
+    """Median time to first byte of the lone requests beyond their one step and the gateway's own share."""
+    network = NetworkSpec()
+    around_ms = network.gateway_ms + 2 * network.hop_ms
+    lines = [a.line for a in fleet.traffic.arrivals[1:LONE]]
+    spent = [
+        line.ttft_ms - around_ms - law.step_ms(1, 0, line.prompt_tokens or 0)
+        for line in lines
+        if line.ttft_ms is not None
+    ]
+    return max(0.0, h.median(spent))
 
 
 def start_times_ms(history: FleetHistory) -> list[float]:
@@ -306,17 +322,9 @@ def vllm_profile(fleet: RecordedFleet, steps: Sequence[StepSample]) -> EnginePro
     found = fit_steps(steps, batch_knots(steps))
     errors = found.held_out
     print(f"law of {len(steps)} steps: {found.law}; held out: mean error {errors.mean_share:.1%}", flush=True)
-    profile = replace(profile_of(fleet.history, fleet.header.model), law=found.law, prefix_cache=True)
-    network = NetworkSpec()
-    around = network.gateway_ms + 2 * network.hop_ms
-    lines = [a.line for a in fleet.traffic.arrivals[1:LONE]]
-    spent = [
-        line.ttft_ms - around - found.law.step_ms(1, 0, line.prompt_tokens or 0)
-        for line in lines
-        if line.ttft_ms is not None
-    ]
-    print(f"outside steps: {h.median(spent):.1f} ms a request", flush=True)
-    return replace(profile, request_overhead_ms=max(0.0, h.median(spent)))
+    spent = outside_steps_ms(fleet, found.law)
+    print(f"outside steps: {spent:.1f} ms a request", flush=True)
+    return replace(profile_of(fleet.history, fleet.header.model), law=found.law, request_overhead_ms=spent)
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
@@ -378,8 +386,12 @@ def judge_emulated(root: Path, runs: int) -> bool:
     pairs = []
     for n in range(runs):
         fleet, lives = opened(root / f"emulated-{n}", n)
-        pairs.append(compare(fleet, lives, emulated_profile(fleet.history), LONE))
-        print(f"run {n + 1}: replicas start in {[round(t) for t in start_times_ms(fleet.history)]} ms", flush=True)
+        profile = emulated_profile(fleet)
+        pairs.append(compare(fleet, lives, profile, LONE))
+        starts = ", ".join(f"{t / 1e3:.1f}" for t in start_times_ms(fleet.history))
+        print(
+            f"run {n + 1}: replicas start in {starts} s; {profile.request_overhead_ms:.1f} ms outside steps", flush=True
+        )
     errors = report("Emulated fleet, live and simulated", pairs)
     ok = decisions_agree(pairs, 1.0)
     ok = h.verdict(ok, "decisions on replicas are the same, each within one tick of the median simulation")
