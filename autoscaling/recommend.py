@@ -100,7 +100,7 @@ class ReplicaScaler:
         self._follow(signals, demand, running, now_ns)
         if signals.blind:
             blind = Reason("HeldBlind", "no gateway and no replica reports: the number stays")
-            held = self._stabiliser.hold(blind, signals.fleet)
+            held = self._stabiliser.hold(blind, signals.fleet, now_ns)
             if held is None:
                 return ScaleAdvice(None, Reason("Unknown", "nothing is known of the fleet yet"))
             return ScaleAdvice(held.target, held.reason, {"replicas_running": running}, held.stages, held.held)

@@ -2,7 +2,8 @@
 
 Stages, each with a named reason:
 
-1. *Adopt*: the target is Serve's until this controller has decided one, and again when someone else moves it.
+1. *Adopt*: the target is Serve's until this controller has decided one, and again when someone else moves it. Serve
+   tells its target before it follows the plan it gets for that: one that was given to it lately is an echo of our own.
 2. *Up*: a rise needs ``up_ticks`` consecutive ticks that ask for more than the target; it goes to the least of them
    (``UpConfirmed``), at most ``up_replicas_max`` at once (``RiseLimited``). Until then ``UpWaiting``. What pending
    replicas cover asks for nothing more (``PendingCovers``).
@@ -24,7 +25,8 @@ GAP_MAX_NS = 10_000_000_000
 """Longest stretch without sight inside a down window."""
 
 ADOPT_AFTER_NS = 5_000_000_000
-"""Serve has followed a decision after this time: a different target that appears later is someone else's."""
+"""Serve has followed a target after this time: a different one that appears later is someone else's, and so is one that
+was not given to it for this long."""
 
 WINDOW_SAMPLES_MAX = 1_024
 """Samples kept of a down window; with more ticks than that, neighbours are merged into their larger one."""
@@ -97,6 +99,8 @@ class Stabiliser:
         self._asks: deque[int] = deque(maxlen=config.up_ticks)
         self._serve_target: int | None = None
         self._decided_ns: int | None = None
+        self._given_ns: dict[int, int] = {}
+        """Targets of the last :data:`ADOPT_AFTER_NS` and when they were last given to Serve."""
         self.target: int | None = None
         """Last decided or adopted target; ``None`` until anything is known of the fleet."""
 
@@ -108,19 +112,29 @@ class Stabiliser:
             return None
         moved, self._serve_target = fleet.replicas_target != self._serve_target, fleet.replicas_target
         settled = self._decided_ns is None or now_ns - self._decided_ns > ADOPT_AFTER_NS
-        if self.target is None or (moved and settled and fleet.replicas_target != self.target):
+        others = fleet.replicas_target != self.target and not self._is_echo(fleet.replicas_target, now_ns)
+        if self.target is None or (moved and settled and others):
             first, self.target = self.target is None, fleet.replicas_target
             self._asks.clear()
             return None if first else Reason("Adopted", f"someone else set the target to {self.target}")
         return None
 
-    def hold(self, reason: Reason, fleet: FleetView | None) -> Stabilised | None:
+    def _is_echo(self, target: int, now_ns: int) -> bool:
+        given_ns = self._given_ns.get(target)
+        return given_ns is not None and now_ns - given_ns <= ADOPT_AFTER_NS
+
+    def _give(self, target: int, now_ns: int) -> int:
+        self._given_ns = {t: ns for t, ns in self._given_ns.items() if now_ns - ns <= ADOPT_AFTER_NS}
+        self._given_ns[target] = now_ns
+        return target
+
+    def hold(self, reason: Reason, fleet: FleetView | None, now_ns: int) -> Stabilised | None:
         """Keep the target whatever the load, within its bounds; ``None`` when there is none yet."""
         self._asks.clear()
         if self.target is None:
             return None
         low, high = self._bounds(fleet)
-        return Stabilised(max(low, min(high, self.target)), reason, (reason,), True)
+        return Stabilised(self._give(max(low, min(high, self.target)), now_ns), reason, (reason,), True)
 
     def step(
         self, ask: Ask, running: int, fleet: FleetView | None, hold_down: Reason | None, now_ns: int
@@ -151,7 +165,7 @@ class Stabiliser:
         if bounded != self.target:
             self.target, self._decided_ns = bounded, now_ns
             self._asks.clear()
-        return Stabilised(bounded, stages[-1], tuple(stages), held)
+        return Stabilised(self._give(bounded, now_ns), stages[-1], tuple(stages), held)
 
     def _bounds(self, fleet: FleetView | None) -> tuple[int, int]:
         low, high = self._config.replicas_min, self._config.replicas_max

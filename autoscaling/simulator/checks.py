@@ -16,6 +16,7 @@ Safety, at each event:
 Liveness, at the end, when faults are over and load is gone:
 
 * ``drained``       every client's request has ended, every counter is zero, nothing waits or runs
+* ``steady``        at no time the target goes up and down all the time
 * ``settled``       the target stands still and as many replicas are ready, none starting or leaving
 * ``recovered``     requests that came when all was quiet again were answered
 
@@ -24,9 +25,11 @@ What this must not do: change what it watches. A run with a checker has the dige
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
-from autoscaling.simulator.records import RunResult
+from autoscaling.simulator.records import PoolUse, RunResult
 from autoscaling.simulator.replica import Replica
 from autoscaling.simulator.spec import Pool, Scenario
 from autoscaling.simulator.world import World
@@ -54,6 +57,9 @@ from policies.types import ReplicaId
 
 STEADY_NS = 10_000_000_000
 """The fleet must stand still for this long before the end."""
+
+TURNS_MAX, TURNS_NS = 5, 10_000_000_000
+"""The target may turn from up to down and back this often within this time."""
 
 BROKEN_MAX = 2
 """Replicas a request may break off on; ``policies/flow.py`` promises it, so it is not read from there."""
@@ -374,6 +380,7 @@ class Checker:
             raise Violation("drained", end_ns, f"still at {replica_id}", request_id)
         self._check_rows(result, quiet_ns)
         for use in result.pools:
+            _check_steady(use)
             late = [s for s in use.timeline if s.at_ns >= end_ns - STEADY_NS]
             for sample in late:
                 if sample.target != late[-1].target:
@@ -396,6 +403,19 @@ class Checker:
             if row.arrival_ns >= quiet_ns and row.outcome != "succeeded" and row.reason != "left":
                 what = f"{row.outcome} ({row.reason}) after all was quiet again, {row.e2e_ms:.0f} ms, tries {row.tries}"
                 raise Violation("recovered", row.arrival_ns, what, name)
+
+
+def _check_steady(use: PoolUse) -> None:
+    turns: deque[int] = deque(maxlen=TURNS_MAX + 1)
+    way = 0
+    for before, after in pairwise(use.timeline):
+        step = (after.target > before.target) - (after.target < before.target)
+        if step and step == -way:
+            turns.append(after.at_ns)
+            if len(turns) > TURNS_MAX and turns[-1] - turns[0] <= TURNS_NS:
+                what = f"the {use.role} pool's target turned {len(turns)} times in {TURNS_NS / 1e9:g} s"
+                raise Violation("steady", after.at_ns, f"{what}, from {before.target} to {after.target} at last")
+        way = step or way
 
 
 def _bound(now_ns: int, what: str, value: float, most: float) -> None:

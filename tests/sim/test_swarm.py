@@ -158,9 +158,22 @@ def ebb() -> Scenario:
     )
 
 
+def surge() -> Scenario:
+    """Load is there before the controller's first plan, so that the local rule moves first."""
+    config = storm().config
+    scaling = replace(config.scaling, up_ticks=3, inflight_target=2)
+    return replace(
+        storm(),
+        source=from_curve(RateCurve.steps([(15.0, 30.0)]), LogNormal(400.0, 60.0, tokens_max=1_500), Options()),
+        pools=(replace(storm().pools[0], replicas=2),),
+        config=replace(config, scaling=scaling),
+        faults=(),
+    )
+
+
 def test_without_a_defect_every_rule_holds() -> None:
     met: dict[str, int] = {}
-    for scenario in (storm(), crash(), ebb()):
+    for scenario in (storm(), crash(), ebb(), surge()):
         for name, n in check(scenario).counters.items():
             met[name] = met.get(name, 0) + n
     for name in ("kills", "retries", "refused", "broken", "refused_connect", "refused_draining", "cancelled", "stops"):
@@ -269,6 +282,7 @@ DEFECTS: list[Defect] = [
     ("nobody ends a wait", lambda m: m.setattr(Gateway, "_on_waited_out", lambda *_: None), {"bound", "drained"}),
     ("retries are forgotten", lambda m: m.setattr(Clients, "_send", lambda *_: None), {"drained", "no-error"}),
     ("the number swings", lambda m: m.setattr(Stabiliser, "step", _swings), {"settled"}),
+    ("echoes are taken for orders", lambda m: m.setattr(Stabiliser, "_is_echo", lambda *_: False), {"steady"}),
     ("the target is out of bounds", lambda m: m.setattr(control, "tick", partial(_plan, replicas_target=7)), {"plan"}),
     ("plans are not numbered", lambda m: m.setattr(control, "tick", partial(_plan, seq=1)), {"plan"}),
     ("trust beyond 1", lambda m: m.setattr(control, "tick", partial(_plan, affinity_strength=1.5)), {"plan"}),
@@ -287,7 +301,11 @@ DEFECTS: list[Defect] = [
 ]
 
 
-ELSEWHERE = {"what breaks engines goes on": crash, "members are kept for ever": ebb}
+ELSEWHERE = {
+    "what breaks engines goes on": crash,
+    "members are kept for ever": ebb,
+    "echoes are taken for orders": surge,
+}
 """Defects that the storm does not bring out."""
 
 

@@ -167,7 +167,7 @@ def test_without_serves_word_the_known_replicas_are_the_target() -> None:
     stabiliser = Stabiliser(CONFIG)
     stabiliser.adopt(None, 0, 0)
     assert stabiliser.target is None
-    assert stabiliser.hold(Reason("HeldBlind", ""), None) is None
+    assert stabiliser.hold(Reason("HeldBlind", ""), None, 0) is None
     with pytest.raises(ValueError, match="no target"):
         stabiliser.step(Ask(1, 1, WHY), 0, None, None, 0)
     stabiliser.adopt(None, 2, 1)
@@ -189,10 +189,36 @@ def test_the_down_window_is_bounded_and_still_remembers_its_highest() -> None:
 def test_a_held_target_is_within_its_bounds() -> None:
     stabiliser = Stabiliser(replace(CONFIG, replicas_min=2))
     stabiliser.adopt(FleetView(1, 1, 2, 6), 1, SECOND_NS)
-    held = stabiliser.hold(Reason("HeldBlind", ""), FleetView(1, 1, 2, 6))
+    held = stabiliser.hold(Reason("HeldBlind", ""), FleetView(1, 1, 2, 6), SECOND_NS)
     assert held is not None
     assert held.target == 2
     stabiliser.adopt(FleetView(1, 9, 2, 6), 1, 20 * SECOND_NS)
-    held = stabiliser.hold(Reason("HeldBlind", ""), FleetView(1, 9, 2, 6))
+    held = stabiliser.hold(Reason("HeldBlind", ""), FleetView(1, 9, 2, 6), 20 * SECOND_NS)
     assert held is not None
     assert held.target == 6
+
+
+def test_serve_that_follows_late_is_not_taken_for_someone_else() -> None:
+    """Serve tells its target, then follows the plan of the last tick: what it tells next is an echo.
+
+    The local rule raised the target from 2 to 3 just before the first plan came. Taken for someone else's, each echo
+    was handed back, and the target went 2, 3, 2, 3 for ever.
+    """
+    stabiliser = Stabiliser(CONFIG)
+    serve, plan, told = 2, None, []
+    for second in range(1, 40):
+        now_ns = second * SECOND_NS
+        view = FleetView(2, serve, 1, 8)
+        serve = plan if plan is not None else serve + (second == 1)
+        stabiliser.adopt(view, 2, now_ns)
+        plan = stabiliser.step(Ask(3, 3, WHY), 2, view, None, now_ns).target
+        told.append(serve)
+    assert told == [3, 2] + [3] * 37
+
+
+def test_someone_else_may_set_what_was_given_long_ago() -> None:
+    fleet = Fleet(replicas=2)
+    fleet.ticks(12, up=4)
+    assert fleet.stabiliser.target == 4
+    fleet.serve = replace(fleet.serve, replicas_target=2)
+    assert fleet.tick(up=2).target == 2
