@@ -12,12 +12,13 @@ what it could carry), which is why demand is never read from it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autoscaling.demand import Demand
 from policies.config import ObjectivesConfig
 from policies.control.signals import ReplicaSignals
-from policies.step_model import predict_step_ms
+from policies.step_model import largest, predict_step_ms
 from policies.types import StepCoefficients
 
 KV_TOKENS_MEAN_PRIOR = 256.0
@@ -64,15 +65,14 @@ def replica_capacity(
     """Capacity of an engine. A batch of one is assumed possible even where it misses the objective."""
     per_seq = kv_tokens_mean or KV_TOKENS_MEAN_PRIOR
     kv_tokens = kv_tokens_max * KV_SHARE_PLANNED if kv_tokens_max > 0 else float("inf")
-    batch = 1
-    low, high = 1, max(1, running_seqs_max)
-    while low <= high:
-        middle = (low + high) // 2
-        fits = middle * per_seq <= kv_tokens
-        if fits and predict_step_ms(model, middle, middle * per_seq, 0) <= objectives.itl_ms:
-            batch, low = middle, middle + 1
-        else:
-            high = middle - 1
+
+    def fits(batch: int) -> bool:
+        kept = batch * per_seq
+        return kept <= kv_tokens and predict_step_ms(model, batch, kept, 0) <= objectives.itl_ms
+
+    per_seq_ms = model.b_ms + model.c_ms * per_seq / 1000
+    guess = (objectives.itl_ms - model.a_ms) / per_seq_ms if per_seq_ms > 0 else math.inf
+    batch = largest(1, max(1, running_seqs_max), fits, min(guess, kv_tokens / per_seq)) or 1
     step_ms = predict_step_ms(model, batch, batch * per_seq, 0)
     return Capacity(batch, step_ms / batch, model.d_ms, kv_tokens)
 

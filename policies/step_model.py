@@ -20,6 +20,7 @@ It must not decide anything, and it must not trust a clock: durations come from 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TypeAlias
 
 from policies.types import StepCoefficients
@@ -90,6 +91,31 @@ def chunked_prefill_ms(c: StepCoefficients, tokens: float, chunk_tokens: float, 
     steps = math.ceil(tokens / chunk_tokens)
     own_kv_tokens = chunk_tokens * steps * (steps - 1) / 2
     return steps * step_ms + c.c_ms * own_kv_tokens / 1000 + c.d_ms * tokens
+
+
+def largest(low: int, high: int, ok: Callable[[int], bool], guess: float) -> int | None:
+    """Largest value in ``low..high`` that is ``ok``, for an ``ok`` that turns false once; ``None`` when none is.
+
+    ``guess`` is where it should be, by the law solved for it: where that is right, three looks are enough; where
+    rounding or a limit makes it wrong, the rest is searched.
+    """
+    if not ok(low):
+        return None
+    middle = int(max(low, min(high, guess)))
+    if middle > low and not ok(middle):
+        middle, high = middle - 1, middle - 1
+        if middle > low and not ok(middle):
+            middle, high = low, middle - 1
+    low = middle
+    if low < high and not ok(low + 1):
+        return low
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ok(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class StepModel:

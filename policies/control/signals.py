@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import add, sub
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from policies.config import ControlConfig
 from policies.types import (
@@ -58,6 +58,10 @@ class _Report(Protocol):
 
 
 R = TypeVar("R", bound=_Report)
+
+_Figures: TypeAlias = tuple[tuple[int, ...], tuple[float, ...]]
+"""What is summed of a report: counts, kept up to date because sums of whole numbers are exact, and times in ms, summed
+anew because those of fractions are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +207,15 @@ class Signals:
 class _Reporter(Generic[R]):
     """Window of one reporter's reports, newest last, with the sums of their counts.
 
-    ``counts_of`` lists a report's counts, always as many and in the same order.
+    ``figures_of`` lists a report's counts and its times, always as many and in the same order.
     """
 
-    def __init__(self, first: Sampled[R], counts_of: Callable[[R], tuple[int, ...]]) -> None:
-        self._counts_of = counts_of
+    def __init__(self, first: Sampled[R], figures_of: Callable[[R], _Figures]) -> None:
+        self._figures_of = figures_of
         self._window: deque[Sampled[R]] = deque()
         self._counts: deque[tuple[int, ...]] = deque()
+        self.times: deque[tuple[float, ...]] = deque()
+        """Of each report in the window, after :meth:`window`, oldest first."""
         self.sums: list[int] = []
         """Of all reports in the window, after :meth:`window`; empty for an empty window."""
         self.last = first
@@ -223,8 +229,8 @@ class _Reporter(Generic[R]):
         if report.seq <= self.last.value.seq:
             if self.last.age_ms(now_ns) <= silent_after_ms or report.seq == self.last.value.seq:
                 return False
-            self._window.clear()
-            self._counts.clear()
+            for kept in (self._window, self._counts, self.times):
+                kept.clear()
             self.sums = []
         self.last = Sampled(report, now_ns)
         self._keep(self.last)
@@ -232,20 +238,23 @@ class _Reporter(Generic[R]):
 
     def window(self, now_ns: int) -> tuple[Sampled[R], ...]:
         """Reports of the last :data:`WINDOW_MS`, oldest first."""
-        while self._window and self._window[0].age_ms(now_ns) > WINDOW_MS:
+        window = self._window
+        while window and window[0].age_ms(now_ns) > WINDOW_MS:
             self._drop()
-        return tuple(self._window)
+        return tuple(window)
 
     def _keep(self, sampled: Sampled[R]) -> None:
         if len(self._window) >= WINDOW_REPORTS_MAX:
             self._drop()
-        counts = self._counts_of(sampled.value)
+        counts, times = self._figures_of(sampled.value)
         self._window.append(sampled)
         self._counts.append(counts)
+        self.times.append(times)
         self.sums = list(map(add, self.sums, counts)) if self.sums else list(counts)
 
     def _drop(self) -> None:
         self._window.popleft()
+        self.times.popleft()
         self.sums = list(map(sub, self.sums, self._counts.popleft()))
         if not self._window:
             self.sums = []
@@ -254,9 +263,9 @@ class _Reporter(Generic[R]):
 class _Reporters(Generic[R]):
     """All reporters of one kind, at most ``reporters_max``."""
 
-    def __init__(self, reporters_max: int, config: ControlConfig, counts_of: Callable[[R], tuple[int, ...]]) -> None:
+    def __init__(self, reporters_max: int, config: ControlConfig, figures_of: Callable[[R], _Figures]) -> None:
         self._max = reporters_max
-        self._counts_of = counts_of
+        self._figures_of = figures_of
         self._config = config
         self._by_id: dict[str, _Reporter[R]] = {}
         self.refused = 0
@@ -271,7 +280,7 @@ class _Reporters(Generic[R]):
         if len(self._by_id) >= self._max and not self._make_room(now_ns):
             self.refused += 1
             return False
-        self._by_id[name] = _Reporter(Sampled(report, now_ns), self._counts_of)
+        self._by_id[name] = _Reporter(Sampled(report, now_ns), self._figures_of)
         return True
 
     def _make_room(self, now_ns: int) -> bool:
@@ -303,8 +312,8 @@ class SignalBook:
 
     def __init__(self, config: ControlConfig) -> None:
         self._config = config
-        self._replicas: _Reporters[ReplicaReport] = _Reporters(REPLICAS_MAX, config, _replica_counts)
-        self._gateways: _Reporters[GatewayReport] = _Reporters(GATEWAYS_MAX, config, _gateway_counts)
+        self._replicas: _Reporters[ReplicaReport] = _Reporters(REPLICAS_MAX, config, _replica_figures)
+        self._gateways: _Reporters[GatewayReport] = _Reporters(GATEWAYS_MAX, config, _gateway_figures)
         self._fleet: Sampled[FleetView] | None = None
 
     @property
@@ -354,9 +363,11 @@ def merge(histograms: Iterable[Histogram]) -> Histogram:
     return Histogram(tuple(map(sum, zip(*(h.counts for h in some), strict=True))), sum(h.sum_ms for h in some))
 
 
-def _replica_counts(report: ReplicaReport) -> tuple[int, ...]:
-    """Counts of one report: six of tokens, preemptions and steps, then the buckets of its histogram."""
-    return (
+def _replica_figures(report: ReplicaReport) -> _Figures:
+    """Counts: six of tokens, preemptions and steps, then the buckets of the histogram. Times: the window, the sum of
+    the histogram, and busy time with the window it was measured in (0 and 0 where it was not).
+    """
+    counts = (
         report.prefill_tokens,
         report.decode_tokens,
         report.prefix_query_tokens,
@@ -365,16 +376,17 @@ def _replica_counts(report: ReplicaReport) -> tuple[int, ...]:
         report.steps,
         *report.itl.counts,
     )
+    window_ms, share = report.window_ms, report.busy_share
+    if share is None:
+        return counts, (window_ms, report.itl.sum_ms, 0.0, 0.0)
+    return counts, (window_ms, report.itl.sum_ms, share * window_ms, window_ms)
 
 
 def _replica_signals(reporter: _Reporter[ReplicaReport], now_ns: int, age_ms_max: float) -> ReplicaSignals:
     window = reporter.window(now_ns)
-    reports = [s.value for s in window]
-    window_ms = sum([r.window_ms for r in reports])
+    window_ms, itl_ms, busy_ms, busy_window_ms = map(sum, zip(*reporter.times, strict=True)) if window else (0.0,) * 4
     seconds = window_ms / 1000 or 1.0
     prefill_tokens, decode_tokens, query_tokens, hit_tokens, preemptions, steps = reporter.sums[:6] or (0,) * 6
-    busy = [(r.busy_share, r.window_ms) for r in reports if r.busy_share is not None]
-    busy_ms = sum([w for _, w in busy])
     age_ms = reporter.last.age_ms(now_ns)
     return ReplicaSignals(
         reporter.last.value,
@@ -388,17 +400,19 @@ def _replica_signals(reporter: _Reporter[ReplicaReport], now_ns: int, age_ms_max
         hit_tokens,
         preemptions,
         steps,
-        sum([share * w for share, w in busy]) / busy_ms if busy_ms else None,
-        Histogram(tuple(reporter.sums[6:]), sum([r.itl.sum_ms for r in reports])) if reports else Histogram(),
+        busy_ms / busy_window_ms if busy_window_ms else None,
+        Histogram(tuple(reporter.sums[6:]), itl_ms) if window else Histogram(),
     )
 
 
 _BUCKETS = len(Histogram().counts)
 
 
-def _gateway_counts(report: GatewayReport) -> tuple[int, ...]:
-    """Counts of one report: eight of requests and tokens, then the buckets of its four histograms."""
-    return (
+def _gateway_figures(report: GatewayReport) -> _Figures:
+    """Counts: eight of requests and tokens, then the buckets of the four histograms. Times: the window, the sums of the
+    histograms.
+    """
+    counts = (
         report.arrivals,
         sum(report.routed.values()),
         sum(report.predicted_prompt_tokens.values()),
@@ -412,6 +426,8 @@ def _gateway_counts(report: GatewayReport) -> tuple[int, ...]:
         *report.e2e.counts,
         *report.ttft_error_ms.counts,
     )
+    sums_ms = report.ttft.sum_ms, report.itl.sum_ms, report.e2e.sum_ms, report.ttft_error_ms.sum_ms
+    return counts, (report.window_ms, *sums_ms)
 
 
 class _Gateway:
@@ -419,9 +435,10 @@ class _Gateway:
 
     def __init__(self, reporter: _Reporter[GatewayReport], now_ns: int) -> None:
         self.latest = reporter.last.value
-        self.reports = [s.value for s in reporter.window(now_ns)]
+        reporter.window(now_ns)
+        self.times = reporter.times
         self.sums = reporter.sums or [0] * (8 + 4 * _BUCKETS)
-        self.seconds = sum([r.window_ms for r in self.reports]) / 1000 or 1.0
+        self.seconds = sum([times[0] for times in self.times]) / 1000 or 1.0
 
     def rate(self, number: int) -> float:
         """One of the eight counts, per second."""
@@ -437,10 +454,10 @@ def _traffic(gateways: Sequence[_Gateway]) -> Traffic:
     def rate(number: int) -> float:
         return sum([g.rate(number) for g in gateways])
 
-    def histogram(number: int, sums_ms: Iterable[float]) -> Histogram:
-        return Histogram(tuple(map(sum, zip(*[g.buckets(number) for g in gateways], strict=True))), sum(sums_ms))
+    def histogram(number: int) -> Histogram:
+        counts = tuple(map(sum, zip(*[g.buckets(number) for g in gateways], strict=True)))
+        return Histogram(counts, sum([times[1 + number] for g in gateways for times in g.times]))
 
-    every = [r for g in gateways for r in g.reports]
     return Traffic(
         arrivals_ps=rate(0),
         routed_ps=rate(1),
@@ -453,10 +470,10 @@ def _traffic(gateways: Sequence[_Gateway]) -> Traffic:
         queued=sum(g.latest.queued for g in gateways),
         predicted_prompt_tokens=sum(g.sums[2] for g in gateways),
         predicted_hit_tokens=sum(g.sums[7] for g in gateways),
-        ttft=histogram(0, [r.ttft.sum_ms for r in every]),
-        itl=histogram(1, [r.itl.sum_ms for r in every]),
-        e2e=histogram(2, [r.e2e.sum_ms for r in every]),
-        ttft_error=histogram(3, [r.ttft_error_ms.sum_ms for r in every]),
+        ttft=histogram(0),
+        itl=histogram(1),
+        e2e=histogram(2),
+        ttft_error=histogram(3),
     )
 
 

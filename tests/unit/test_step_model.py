@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from policies.step_model import StepModel, predict_step_ms, prefill_ms
+from policies.step_model import StepModel, largest, predict_step_ms, prefill_ms
 from policies.types import StepCoefficients
 
 CPU = StepCoefficients(30.0, 1.8, 0.5, 1.86)
@@ -204,3 +204,22 @@ def test_real_vllm_decode_steps_within_three_percent() -> None:
         errors = [abs(model.predict_ms(*s[:3]) - s[3]) / s[3] for s in steps if s[2] == 0]
         assert len(errors) > 300
         assert sum(errors) / len(errors) <= 0.03, run
+
+
+def test_the_largest_value_is_found_whatever_the_guess() -> None:
+    rng = random.Random(1)
+    for _ in range(2_000):
+        low = rng.randint(-5, 20)
+        high = low + rng.choice((-1, 0, 1, rng.randint(0, 300)))
+        last = rng.randint(low - 2, max(low, high) + 3)
+        guess = rng.choice((float("inf"), float("-inf"), last, last + rng.uniform(-2, 2), rng.uniform(-500, 500)))
+        expected = None if last < low else max(low, min(high, last))
+        assert largest(low, high, lambda n, last=last: n <= last, guess) == expected  # type: ignore[misc]
+    looks: list[int] = []
+
+    def ok(n: int) -> bool:
+        looks.append(n)
+        return n <= 777_777
+
+    assert largest(1, 1_000_000, ok, 777_777.4) == 777_777
+    assert len(looks) <= 4, "a right guess spares the search"
