@@ -24,7 +24,7 @@ from autoscaling.simulator.context import Attempt, Context, ns
 from autoscaling.simulator.engine import EngineEvent, EngineGauges, EngineWindow, Job, SimEngine
 from policies.events import RefusalKind, UpstreamFailure
 from policies.plan_follower import PlanFollower
-from policies.types import LATENCY_BOUNDS_MS, Histogram, Knobs, Mode, ReplicaReport, ReplicaState
+from policies.types import LATENCY_BOUNDS_MS, Histogram, Knobs, Mode, Plan, ReplicaReport, ReplicaState
 
 if TYPE_CHECKING:
     from autoscaling.simulator.serve import PoolServe
@@ -109,6 +109,8 @@ class Replica:
         self._first_byte_ns = ns(self._profile.first_token_overhead_ms)
         self._follower = PlanFollower()
         self._knobs = START_UP
+        self._knobs_told = START_UP
+        """As in the last report."""
         self._report_rng: Random | None = None
         self._report_seq = self._stats_seq = 0
         self._window_start_ns = 0
@@ -357,7 +359,7 @@ class Replica:
         gauges, step = self._gauges(now_ns), self._step
         return {
             "seq": self._stats_seq,
-            "state": self.state(now_ns).value,
+            "state": str(self.state(now_ns)),
             "running": gauges.running,
             "waiting": gauges.waiting,
             "prefill_backlog_tokens": gauges.prefill_backlog_tokens,
@@ -379,18 +381,20 @@ class Replica:
         delays = self._ctx.delays
         jitter = 1 - REPORT_JITTER_SHARE + 2 * REPORT_JITTER_SHARE * rng.random()
         self._ctx.queue.at(now_ns + round(delays.report * jitter), self._on_report)
-        self._follow_plan(now_ns)
+        plan = self._follow_plan(now_ns)
         if now_ns >= self.muted_until_ns:
             self._ctx.counters["reports"] += 1
-            self._ctx.queue.at(now_ns + delays.report_lag, self._deliver, self._take_window(now_ns))
+            self._ctx.queue.at(now_ns + delays.report_lag, self._deliver, self._take_window(now_ns, plan))
 
-    def _take_window(self, now_ns: int) -> ReplicaReport:
+    def _take_window(self, now_ns: int, plan: Plan | None = None) -> ReplicaReport:
         """Close the window: the report, and the pool's totals."""
         gauges, window, profile = self._gauges(now_ns), self._window(now_ns), self._profile
         window_ms = (now_ns - self._window_start_ns) / 1e6
         self._window_start_ns = now_ns
         self._report_seq += 1
-        plan = self._follower.current(now_ns)
+        told = self._knobs_told
+        if told.running_seqs_max != gauges.running_seqs_now or told.step_tokens_max != gauges.step_tokens_now:
+            told = self._knobs_told = Knobs(gauges.running_seqs_now, gauges.step_tokens_now)
         return ReplicaReport(
             replica_id=self.id,
             model=self._serve.model,
@@ -412,7 +416,7 @@ class Replica:
             gpu_utilisation_share=None,
             itl=window.itl,
             step_model=window.step_model,
-            knobs=Knobs(gauges.running_seqs_now, gauges.step_tokens_now),
+            knobs=told,
             running_seqs_hard=profile.running_seqs_max,
             step_tokens_hard=profile.step_tokens_max,
             finished=window.finished,
@@ -440,17 +444,18 @@ class Replica:
             self._follower.receive(plan, now_ns)
             self._follow_plan(now_ns)
 
-    def _follow_plan(self, now_ns: int) -> None:
+    def _follow_plan(self, now_ns: int) -> Plan | None:
         """The plan in force says what the engine may do; without one, or in shadow mode, start-up values hold."""
         plan = self._follower.current(now_ns)
         knobs = plan.knobs.get(self.id, START_UP) if plan is not None and plan.mode is Mode.ACT else START_UP
         if knobs is self._knobs or knobs == self._knobs:
-            return
+            return plan
         engine = self._catch_up(now_ns)
         if engine is not None:
             self._knobs, self._idle = knobs, None
             engine.set_knobs(knobs, now_ns)
             self._wake_again()
+        return plan
 
     def _see(self, now_ns: int, kind: str, attempt: Attempt) -> None:
         observer = self._ctx.observer

@@ -214,6 +214,7 @@ class _Reporter(Generic[R]):
         self._figures_of = figures_of
         self._window: deque[Sampled[R]] = deque()
         self._counts: deque[tuple[int, ...]] = deque()
+        """Of each report in the window; empty where all are 0, as those of idle reporters are."""
         self.times: deque[tuple[float, ...]] = deque()
         """Of each report in the window, after :meth:`window`, oldest first."""
         self.sums: list[int] = []
@@ -248,16 +249,23 @@ class _Reporter(Generic[R]):
             self._drop()
         counts, times = self._figures_of(sampled.value)
         self._window.append(sampled)
-        self._counts.append(counts)
         self.times.append(times)
-        self.sums = list(map(add, self.sums, counts)) if self.sums else list(counts)
+        if not self.sums:
+            self.sums = list(counts)
+        elif any(counts):
+            self.sums = list(map(add, self.sums, counts))
+        else:
+            counts = ()
+        self._counts.append(counts)
 
     def _drop(self) -> None:
         self._window.popleft()
         self.times.popleft()
-        self.sums = list(map(sub, self.sums, self._counts.popleft()))
+        counts = self._counts.popleft()
         if not self._window:
             self.sums = []
+        elif counts:
+            self.sums = list(map(sub, self.sums, counts))
 
 
 class _Reporters(Generic[R]):
