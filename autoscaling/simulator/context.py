@@ -72,7 +72,7 @@ class Delays:
 
     __slots__ = (
         "client", "drain_max", "entry", "first_byte_max", "grace", "hop", "idle_max", "membership", "report",
-        "report_lag", "stats", "stats_lag",
+        "report_lag", "stats", "stats_lag", "tick_late",
     )  # fmt: skip
 
     def __init__(self, network: NetworkSpec) -> None:
@@ -82,6 +82,7 @@ class Delays:
         self.hop = ns(network.hop_ms)
         self.stats, self.stats_lag = ns(network.stats_period_ms), ns(network.stats_lag_ms)
         self.report, self.report_lag = ns(network.report_period_ms), ns(network.report_lag_ms)
+        self.tick_late = ns(network.tick_late_ms)
         self.membership = ns(network.membership_lag_ms)
         self.grace, self.drain_max = ns(network.drain_grace_ms), ns(network.drain_ms_max)
         self.idle_max, self.first_byte_max = ns(network.idle_timeout_ms), ns(network.first_byte_timeout_ms)

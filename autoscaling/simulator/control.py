@@ -1,8 +1,8 @@
 """The controller of one pool: a driver of the live ``build_control`` and ``control.loop.tick``.
 
-It ticks on a fixed grid from the begin of its life, answers every report with its last plan (``None`` before its first
-tick), and can be killed: reports then go nowhere, plans grow old, and everyone falls back to the local rule. Its
-successor has a new epoch and knows nothing.
+It ticks on a fixed grid from the begin of its life, each time a little late as timers are, answers reports with its
+last plan (``None`` before its first tick), and can be killed: reports then go nowhere, plans grow old, and everyone
+falls back to the local rule. Its successor has a new epoch and knows nothing.
 
 What this must not do: decide.
 """
@@ -35,6 +35,8 @@ class Controller:
         self._index = index
         self._decisions = decisions
         self._tick_ns = ns(ctx.scenario.config.control.tick_ms)
+        self._due_ns = 0
+        self._rng = ctx.rng(f"controller/{index}")
         self._state: ControlState | None = None
         self._plan: Plan | None = None
         self._life = 0
@@ -46,7 +48,13 @@ class Controller:
         scaler = self._pool.scaler(config) if self._pool.scaler is not None else Unscaled()
         self._state = build_control(config, scaler, f"pool{self._index}-life{self._life}")
         self._plan = None
-        self._ctx.queue.at(now_ns + self._tick_ns, self._on_tick, self._life)
+        self._due_ns = now_ns
+        self._plan_tick()
+
+    def _plan_tick(self) -> None:
+        self._due_ns += self._tick_ns
+        late_ns = round(self._rng.random() * self._ctx.delays.tick_late)
+        self._ctx.queue.at(self._due_ns + late_ns, self._on_tick, self._life)
 
     def kill(self) -> None:
         """The process is gone."""
@@ -91,4 +99,4 @@ class Controller:
         self._ctx.counters["ticks"] += 1
         if self._ctx.observer is not None:
             self._ctx.observer.tick(now_ns, self._index, result)
-        self._ctx.queue.at(now_ns + self._tick_ns, self._on_tick, life)
+        self._plan_tick()

@@ -191,6 +191,9 @@ class NetworkSpec:
     report_period_ms: float = 1_000.0
     """Period of reports to the controller; 10 % jitter."""
     report_lag_ms: float = 5.0
+    tick_late_ms: float = 2.5
+    """Ticks of the controller come up to this late on their grid (measured: 0 to 2.7 ms, evenly). On the exact grid a
+    sample would be just inside a window of whole seconds at each tick, as it never is live."""
     membership_lag_ms: float = 150.0
     """From a change of the fleet to the gateways' knowledge of it."""
     drain_grace_ms: float = 2_000.0
