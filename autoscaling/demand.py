@@ -42,7 +42,8 @@ class Demand:
     offered_prefill_tps: float | None
     offered_decode_tps: float | None
     kv_tokens: int
-    """KV tokens held, with those that waiting requests will need."""
+    """KV tokens held. Those of waiting requests are no demand: a queue grows for as long as a start takes, and the
+    number of replicas would grow with it. What arrives counts as rates, the queue itself as pressure."""
     queue: int
     """Requests waiting in engines and gateways."""
     inflight: int
@@ -99,13 +100,12 @@ class DemandMeter:
         traffic, work = signals.traffic, signals.work
         prompt_mean, output_mean, kv_mean = self._prompt.value(), self._output.value(), self._kv.value()
         queue = signals.queue or 0
-        waiting_kv = (work.waiting if work else 0) * (prompt_mean or 0.0)
         return Demand(
             served_prefill_tps=work.prefill_tps if work else 0.0,
             served_decode_tps=work.decode_tps if work else 0.0,
             offered_prefill_tps=traffic.arrivals_ps * prompt_mean if traffic and prompt_mean is not None else None,
             offered_decode_tps=traffic.arrivals_ps * output_mean if traffic and output_mean is not None else None,
-            kv_tokens=round((work.kv_tokens_used if work else 0) + waiting_kv),
+            kv_tokens=work.kv_tokens_used if work else 0,
             queue=queue,
             inflight=_inflight(signals),
             arrivals_ps=traffic.arrivals_ps if traffic else None,

@@ -94,10 +94,11 @@ def test_averages_outlive_a_quiet_minute() -> None:
     assert demand.rates(backlog=False) == (0, 0)
 
 
-def test_waiting_requests_will_need_kv() -> None:
+def test_waiting_requests_hold_no_kv() -> None:
     gateway = sizes(arrivals=10, prompt_tokens=100) | {"inflight": 12}
     demand = measure(10, {"running": 2, "waiting": 10, "kv_tokens_used": 200}, gateway)
-    assert demand.kv_tokens == 200 + 10 * 100
+    assert demand.kv_tokens == 200
+    assert demand.queue == 10
     assert demand.inflight == 12
 
 
