@@ -267,7 +267,8 @@ class Fleet:
         if seq is None or seq == member.seq:
             return
         told = tuple(map(stats.get, _TOLD))
-        if member.unread and not _tells_step_model(told[7:]):
+        same = told == member.told
+        if member.unread and not same and not _tells_step_model(told[7:]):
             member.read()
         replica_id = member.replica_id
         counts = self._book.counts(replica_id)
@@ -275,7 +276,7 @@ class Fleet:
         if self._board is not None:
             if state != member.state or state == ReplicaState.STUCK:
                 self._due[replica_id] = member
-            elif told != member.told or counts != member.at_sample or not member.watched:
+            elif not same or counts != member.at_sample or not member.watched:
                 self._late[replica_id] = member
         member.seq, member.received_ns, member.told, member.unread = seq, now_ns, told, True
         member.at_sample, member.step_samples = counts, stats.get("step_samples")
@@ -356,7 +357,7 @@ def _count(value: object) -> int | None:
 
 def _tells_step_model(step: Sequence[object]) -> bool:
     """Whether a sample surely has a step model, so that nothing is lost with an unread one before it."""
-    return all(type(v) is float and 0 < v <= COUNT_MAX for v in step)
+    return any(step) and all(type(v) is float and 0 <= v <= COUNT_MAX for v in step)
 
 
 def _step_model(step: Sequence[object], samples: object) -> StepCoefficients | None:
