@@ -32,10 +32,12 @@ from autoscaling.simulator.spec import (
     Fault,
     NetworkSpec,
     Pool,
+    ScalerFactory,
     Scenario,
     SourceFactory,
     StepLaw,
 )
+from autoscaling.simulator.workload.blocks import mix
 from autoscaling.simulator.workload.conversations import Agents, Chat, agents, chat, concurrency
 from autoscaling.simulator.workload.generators import from_curve, shared_prefix
 from autoscaling.simulator.workload.lengths import Fixed, LogNormal
@@ -54,6 +56,9 @@ from policies.config import (
     RoutingConfig,
     ScalingConfig,
 )
+from policies.control.scaler import ScaleAdvice
+from policies.control.signals import Signals
+from policies.types import Reason
 
 LOAD_S = 16.0
 FAULT_S = 10.0
@@ -135,6 +140,25 @@ def check(scenario: Scenario) -> RunResult:
     return result
 
 
+@dataclass(frozen=True, slots=True)
+class Restless:
+    """A ``Scaler`` that wants another number every few seconds while there is load, so that replicas come and go."""
+
+    seed: int
+    bounds: tuple[int, int] = (1, 1)
+
+    def of(self, config: PolicyConfig) -> Restless:
+        """With the bounds of a run."""
+        return replace(self, bounds=(config.scaling.replicas_min, config.scaling.replicas_max))
+
+    def recommend(self, signals: Signals, now_ns: int) -> ScaleAdvice:  # noqa: ARG002 - the protocol's arguments
+        """Any number within the bounds, then the least."""
+        low, high = self.bounds
+        turn = now_ns // 4_000_000_000
+        target = low + mix(self.seed, turn) % (high - low + 1) if now_ns < LOAD_S * 1e9 else low
+        return ScaleAdvice(target, Reason("Restless", "so that replicas come and go"))
+
+
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 
@@ -189,14 +213,16 @@ def _profile(rng: Random, prompt: int, output: int) -> EngineProfile:
     seqs = rng.choice((2, 4, 8))
     one = 6 * (prompt + output) + 64
     """No request is longer than this, see :func:`_load`."""
-    tight = rng.random() < 0.4
+    least = 2 * (prompt + output)
+    """Some are longer than this: the engine answers those with an error."""
+    kv_tokens = rng.choice((one * seqs, one * seqs, one + round((prompt + output) * rng.random()), least))
     return EngineProfile(
         name="swarm",
         gpu="none",
         gpus=1,
         model="m",
         law=law,
-        kv_tokens=one + round((prompt + output) * rng.uniform(0.0, 2.0)) if tight else one * seqs,
+        kv_tokens=kv_tokens,
         context_tokens_max=one,
         cold_start_ms=rng.choice((1_000.0, 4_000.0, 10_000.0)),
         usd_per_gpu_hour=1.0,
@@ -215,7 +241,8 @@ def _profile(rng: Random, prompt: int, output: int) -> EngineProfile:
 def _pools(rng: Random, profile: EngineProfile) -> tuple[Pool, ...]:
     replicas = rng.choice((1, 1, 2, 2, 3, 4, 6, 12))
     ongoing = rng.choice((None, None, None, profile.running_seqs_max, 3 * profile.running_seqs_max))
-    scaler = ReplicaScaler if rng.random() < 0.5 else None
+    unrest = Restless(rng.getrandbits(32))
+    scaler: ScalerFactory | None = rng.choice((None, None, ReplicaScaler, ReplicaScaler, unrest.of))
     if rng.random() < 0.25:
         decode = rng.choice((1, 2, 4))
         return (
@@ -387,7 +414,7 @@ def _words(scenario: Scenario) -> tuple[str, ...]:
     profile, first = scenario.pools[0].profile, scenario.pools[0]
     engine = f"{profile.running_seqs_max} sequences, {profile.kv_tokens} KV tokens"
     fleet = ", ".join(f"{p.replicas} {'replicas' if p.role == 'both' else p.role}" for p in scenario.pools)
-    fleet += ", autoscaled" if first.scaler else ", fixed"
+    fleet += ", fixed" if first.scaler is None else ", autoscaled" if first.scaler is ReplicaScaler else ", restless"
     fleet += f", at most {first.ongoing_max} open at one" if first.ongoing_max else ""
     return (
         f"fleet: {fleet}",
