@@ -152,8 +152,8 @@ def ebb() -> Scenario:
     """Replicas leave while requests come, and gateways hear of it late."""
     return replace(
         storm(),
-        source=from_curve(RateCurve.steps([(40.0, 1.5)]), LogNormal(100.0, 500.0, tokens_max=1_500), Options()),
-        network=replace(storm().network, stats_period_ms=60_000.0, drain_ms_max=20_000.0),
+        source=from_curve(RateCurve.steps([(30.0, 5.0)]), LogNormal(100.0, 300.0, tokens_max=1_500), Options()),
+        network=replace(storm().network, stats_period_ms=60_000.0, membership_lag_ms=4_000.0, drain_ms_max=20_000.0),
         faults=(),
     )
 
@@ -302,6 +302,7 @@ DEFECTS: list[Defect] = [
 
 
 ELSEWHERE = {
+    "leaving replicas take requests": ebb,
     "what breaks engines goes on": crash,
     "members are kept for ever": ebb,
     "echoes are taken for orders": surge,
