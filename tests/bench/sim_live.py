@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import random
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from deployments.simulation.replay_commands import Move, RecordedFleet, load_rec
 from tests.bench import harness as h
 
 APP = "sim-live"
+WARM_UP = "warm-up.json"
 BAR_SHARE = 0.15
 LONE = 12
 """Requests that come one by one before the load."""
@@ -144,8 +146,8 @@ def live_emulated(folder: Path, seed: int) -> None:
         serve.delete(APP)
 
 
-def live_vllm(folder: Path, seed: int) -> tuple[list[StepSample], float]:
-    """Warm-up and run on one real replica; the warm-up's steps, and the wall clock in s between the two."""
+def live_vllm(folder: Path, seed: int) -> None:
+    """Warm-up and run on one real replica; the warm-up's steps and its end are left beside the recording."""
     from ray import serve
 
     from deployments.engine import build_engine_deployment
@@ -170,7 +172,7 @@ def live_vllm(folder: Path, seed: int) -> tuple[list[StepSample], float]:
                     steps[step.seq] = StepSample(step.running, step.kv_tokens, step.prefill_tokens, ms)
             await asyncio.sleep(0.5)
 
-    async def both() -> float:
+    async def both() -> None:
         async with h.client_session() as session:
             watcher = asyncio.create_task(watch())
             await lone(session)
@@ -179,14 +181,14 @@ def live_vllm(folder: Path, seed: int) -> tuple[list[StepSample], float]:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
             await asyncio.sleep(13)
-            middle_s = time.time()
+            note = {"ended_s": time.time(), "steps": [asdict(step) for step in steps.values()]}
+            (folder / WARM_UP).write_text(json.dumps(note))
             told(await play(session, VLLM_LOAD.arrivals(f"{seed}/run"), VLLM_LOAD.tokens), f"run {seed + 1}")
             await asyncio.sleep(2)
-            return middle_s
 
     try:
         asyncio.run(h.wait_for(replicas_report, 300))
-        return list(steps.values()), asyncio.run(both())
+        asyncio.run(both())
     finally:
         serve.delete(APP)
 
@@ -414,14 +416,18 @@ def main(options: argparse.Namespace) -> int:
                 for n in runs:
                     live_emulated(root / f"emulated-{n}", n)
         return 0 if judge_emulated(root, options.runs) else 1
+    if not options.again:
+        with h.ray_serve():
+            for n in runs:
+                live_vllm(root / f"vllm-{n}", n)
     pairs = []
-    with h.ray_serve():
-        for n in runs:
-            folder = root / f"vllm-{n}"
-            steps, middle_s = live_vllm(folder, n)
-            fleet, lives = opened(folder, n)
-            first = sum(a.unix_ns < middle_s * 1e9 for a in fleet.traffic.arrivals)
-            pairs.append(compare(fleet, lives, vllm_profile(fleet, steps), first))
+    for n in runs:
+        folder = root / f"vllm-{n}"
+        fleet, lives = opened(folder, n)
+        warm_up = json.loads((folder / WARM_UP).read_text())
+        steps = [StepSample(**step) for step in warm_up["steps"]]
+        first = sum(a.unix_ns < warm_up["ended_s"] * 1e9 for a in fleet.traffic.arrivals)
+        pairs.append(compare(fleet, lives, vllm_profile(fleet, steps), first))
     report("One real vLLM replica on the CPU, live and simulated", pairs)
     return 0
 
