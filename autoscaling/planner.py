@@ -142,8 +142,7 @@ class _Search:
 
     def plan(self, why_incomplete: str) -> Plan:
         """What was found."""
-        held = self._held or [t for t in self._trials.done if t.holds]
-        best = min(held, key=_cost) if held else None
+        best = self._so_far()
         others = [t for t in self._held if best and _sort_of(t) != _sort_of(best)]
         below = [t for t in self._trials.done if best and not t.holds and t.usd_per_hour < best.usd_per_hour]
         return Plan(
@@ -166,6 +165,12 @@ class _Search:
     def _best(self) -> Trial:
         return min(self._held, key=_cost)
 
+    def _so_far(self) -> Trial | None:
+        """The cheapest that held the whole load, while there is none the cheapest that held its hardest windows."""
+        held = [t for t in self._trials.done if t.holds]
+        whole = [t for t in held if t.scope == "whole"]
+        return min(whole or held, key=_cost, default=None)
+
     def _limit(self) -> float:
         """Dollars per hour from which nothing is of interest: the runner-up's, or so much above the best's."""
         if not self._held:
@@ -175,8 +180,7 @@ class _Search:
         return min(others, default=best.usd_per_hour * RUNNER_UP_PRICE_MAX)
 
     def _tell(self, text: str) -> None:
-        held = [t for t in (self._held or self._trials.done) if t.holds]
-        best = min(held, key=_cost) if held else None
+        best = self._so_far()
         words = f"best so far ${best.usd_per_hour:.2f}/h: {best.candidate.words()}" if best else "none holds yet"
         self._tell_user(f"{text} (simulation {self._trials.runs}; {words})")
 
