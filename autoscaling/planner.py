@@ -48,7 +48,7 @@ class Outcome:
 
     words: str
     status: str
-    """``holds``, ``too dear``, ``out of reach``, ``not found`` or ``not tried``."""
+    """``holds``, ``too dear``, ``out of reach``, ``not found``, ``not finished`` or ``not tried``."""
     usd_per_hour: float
     """Of its cheapest fleet that holds; NaN where there is none."""
     text: str
@@ -204,6 +204,7 @@ class _Search:
             text = f"{low} replicas, the least that could do, cost ${low * price:.2f}/h"
             self._outcomes[words] = Outcome(words, "too dear", math.nan, text)
             return
+        self._outcomes[words] = Outcome(words, "not finished", math.nan, "the search ended within it")
         make = self._divided if kind.divided else self._plain
         found = self._smallest(kind, make, low, self._guess(kind), "windows")
         if found is not None and found.usd_per_hour < self._limit():
