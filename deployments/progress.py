@@ -48,8 +48,8 @@ class Progress:
     """Prints steps. On a terminal the running step is one line that moves; elsewhere each news is a line."""
 
     def __init__(self, console: Console | None = None, errors: Console | None = None) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
-        self._errors = errors or Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
+        self._errors = errors or Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
         self.interactive = self.console.is_terminal
         self._status = self.console.status("") if self.interactive else None
 

@@ -104,6 +104,8 @@ def parse_steps(lines: Iterable[str], name: str) -> list[StepSample]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise TraceError(f"not JSON: {error.msg}", name, number) from None
+        except RecursionError:
+            raise TraceError("nested too deeply", name, number) from None
         if not isinstance(row, dict):
             raise TraceError("must be an object with the fields of a step", name, number)
         for key in row:

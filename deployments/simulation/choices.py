@@ -28,6 +28,15 @@ FAMILIES = tuple(f.name for f in fields(PolicyConfig))
 
 FAULT_KINDS = ("kill", "slow", "freeze", "mute", "refuse", "controller", "gateway_blind", "start_fail")
 
+FAULT_KEYS = {
+    "kill": ("replica",), "slow": ("for", "factor", "replica"), "freeze": ("for", "replica"),
+    "mute": ("for", "replica"), "refuse": ("for", "replica"),
+}  # fmt: skip
+"""Keys of the kinds that have others than ``for`` alone."""
+
+NEEDED = {"for": "for=60", "factor": "for=60,factor=4"}
+"""Keys without which a fault does nothing, and how they are written."""
+
 
 class ChoiceError(ValueError):
     """Something on the command line cannot be; one line that says what to write instead."""
@@ -142,8 +151,9 @@ def number_in(
     except ValueError:
         raise ChoiceError(f"{what} must be a number, is {text!r}") from None
     if not math.isfinite(value) or not above < value or not at_least <= value <= to:
-        low = f"above {above:g}" if above > -math.inf else f"at least {at_least:g}" if at_least > -math.inf else ""
-        high = f"at most {to:g}" if to < math.inf else ""
+        low = f"above {above:,.16g}" if above > -math.inf else ""
+        low = low or (f"at least {at_least:,.16g}" if at_least > -math.inf else "")
+        high = f"at most {to:,.16g}" if to < math.inf else ""
         bounds = " and ".join(word for word in (low, high) if word) or "finite"
         raise ChoiceError(f"{what} must be {bounds}, is {text}")
     return value
@@ -192,11 +202,15 @@ def priced(profiles: Sequence[EngineProfile], prices: Mapping[str, float]) -> li
     return [replace(p, usd_per_gpu_hour=prices.get(p.gpu.upper(), p.usd_per_gpu_hour)) for p in profiles]
 
 
-def fault_of(text: str) -> Fault:
-    """Return ``kind@seconds`` or ``kind@seconds:for=30,replica=1,factor=4`` as a fault.
+def fault_of(text: str, replicas: int) -> Fault:
+    """Return ``kill@seconds`` or ``slow@seconds:for=30,replica=1,factor=4`` as a fault.
+
+    Args:
+        text: what was written.
+        replicas: the most there can be; ``replica`` is the place of one among the ready ones, from 0.
 
     Raises:
-        ChoiceError: an unknown kind or key, or a number that cannot be.
+        ChoiceError: an unknown kind or key, a number that cannot be, or a fault that would do nothing.
     """
     what = f"--fault {text}"
     head, _, rest = text.partition(":")
@@ -205,12 +219,16 @@ def fault_of(text: str) -> Fault:
         raise ChoiceError(f"{what}: expected KIND@SECONDS, such as kill@60 or slow@60:for=120,factor=4")
     if kind not in FAULT_KINDS:
         raise ChoiceError(f"{what}: kind {kind!r} is unknown{near(kind, FAULT_KINDS)}")
-    pairs = pairs_of(what, rest, ("for", "replica", "factor"))
+    keys = FAULT_KEYS.get(kind, ("for",))
+    pairs = pairs_of(what, rest, keys)
+    for key in keys:
+        if key in NEEDED and key not in pairs:
+            raise ChoiceError(f"{what}: without {key} it does nothing; write {kind}@{when}:{NEEDED[key]}")
     return Fault(
         kind,
         at_ns=round(number_in(f"{what}: the time", when, at_least=0.0, to=1e9) * 1e9),
-        duration_ns=round(number_in(f"{what}: for", pairs.get("for", "0"), at_least=0.0, to=1e9) * 1e9),
-        replica=count_in(f"{what}: replica", pairs.get("replica", "0"), at_least=0),
+        duration_ns=round(number_in(f"{what}: for", pairs["for"], above=0.0, to=1e9) * 1e9) if "for" in pairs else 0,
+        replica=count_in(f"{what}: replica", pairs.get("replica", "0"), at_least=0, to=replicas - 1),
         factor=number_in(f"{what}: factor", pairs.get("factor", "1"), above=0.0, to=1e6),
     )
 

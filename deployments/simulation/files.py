@@ -43,10 +43,12 @@ _QUANTILES = "servegen_length_quantiles.csv"
 def read_lines(path: Path) -> Iterator[str]:
     """Lines of a text file, gzip or not; raises :class:`TraceError` where it cannot be read to its end."""
     line = 0
+    if path.is_fifo():
+        raise TraceError("is a pipe; it is read more than once and must be a file", str(path))
     try:
         with path.open("rb") as probe:
             packed = probe.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rt", encoding="utf-8") if packed else path.open(encoding="utf-8") as file:
+        with gzip.open(path, "rt", encoding="utf-8-sig") if packed else path.open(encoding="utf-8-sig") as file:
             while text := file.readline(LINE_CHARS_MAX):
                 line += 1
                 if len(text) == LINE_CHARS_MAX:
@@ -217,6 +219,9 @@ FORMATS: dict[str, Callable[[_Wanted], SourceFactory]] = {
     "exgentic": _sessions(parse_exgentic),
 }
 """Loader of each format."""
+
+RATES_ONLY = ("azure-week", "servegen-rates", "servegen-clients")
+"""Formats without lengths."""
 
 _SIGNS: dict[str, tuple[str, ...]] = {
     "mooncake": KEYS,

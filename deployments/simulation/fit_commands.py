@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -182,14 +184,20 @@ def _log_words(what: str, log: Sequence[LoggedRequest], made: Sequence[LoggedReq
 
 
 def _state(url: str) -> Mapping[str, Any]:
+    try:
+        host = urllib.parse.urlsplit(url).hostname
+    except ValueError:
+        host = None
+    if not host:
+        raise FitError(f"{url}: names no host; expected a URL such as http://127.0.0.1:8000")
     address = url if "/control/" in url else url.rstrip("/") + "/control/state"
     try:
         with urllib.request.urlopen(address, timeout=STATE_TIMEOUT_S) as answer:
             text = answer.read(STATE_BYTES_MAX)
         state = json.loads(text)
-    except (OSError, urllib.error.URLError) as error:
+    except (OSError, urllib.error.URLError, http.client.HTTPException) as error:
         raise FitError(f"{address}: no answer: {getattr(error, 'reason', error)}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise FitError(f"{address}: the answer is no JSON") from None
     if not isinstance(state, dict):
         raise FitError(f"{address}: the answer is not the controller's state")

@@ -13,6 +13,7 @@ with ``spread`` as coefficient of variation. Unknown keys are refused with the n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from autoscaling.simulator.workload.lengths import Fixed, Lengths, LogNormal
 from autoscaling.simulator.workload.rates import RateCurve
 from autoscaling.simulator.workload.trace import Options, TraceError
 from deployments.simulation.choices import ChoiceError, count_in, near, number_in, pairs_of
-from deployments.simulation.files import open_trace, parse_lengths
+from deployments.simulation.files import FORMATS, RATES_ONLY, detect_format, open_trace, parse_lengths
 
 DAY_S = 86_400.0
 
@@ -72,8 +73,13 @@ def load_of(
     """
     kind, colon, rest = text.partition(":")
     if kind in KINDS and not Path(text).exists():
+        for option, given in (("--format", trace_format != "auto"), ("--lengths", lengths), ("--spread", spread)):
+            if given:
+                raise ChoiceError(f"{option}: is for traces; {kind} makes its own load")
         return Load(text, _generated(kind, rest if colon else "", options))
     path = Path(text).expanduser()
+    if not text.strip():
+        raise ChoiceError(f"a load is missing; give a trace or one of: {', '.join(KINDS)}")
     if not path.exists():
         looks_like_path = "/" in kind or "." in kind
         words = "" if looks_like_path else f"; as a generator it is unknown{near(kind, KINDS)}"
@@ -81,6 +87,12 @@ def load_of(
     if path.is_dir():
         raise ChoiceError(f"{text}: is a folder; a trace is a file")
     drawn = parse_lengths(lengths) if lengths else None
+    if drawn is not None:
+        trace_format = detect_format(path) if trace_format == "auto" else trace_format
+        if trace_format in FORMATS and trace_format not in RATES_ONLY:
+            raise ChoiceError(
+                f"--lengths: are for traces of rates ({', '.join(RATES_ONLY)}); {trace_format} has its own"
+            )
     return Load(path.name, open_trace(path, trace_format, options, lengths=drawn, spread=spread))
 
 
@@ -101,8 +113,11 @@ def _generated(kind: str, rest: str, options: Options) -> SourceFactory:
         raise ChoiceError(f"{kind}: {error}") from None
 
 
-def _number(kind: str, pairs: Mapping[str, str], key: str, default: float, *, above: float = -1e-12) -> float:
-    return number_in(f"{kind}: {key}", pairs[key], above=above, to=1e9) if key in pairs else default
+def _number(kind: str, pairs: Mapping[str, str], key: str, default: float, *, above: float = -math.inf) -> float:
+    if key not in pairs:
+        return default
+    at_least = 0.0 if above == -math.inf else -math.inf
+    return number_in(f"{kind}: {key}", pairs[key], above=above, at_least=at_least, to=1e9)
 
 
 def _curve(kind: str, pairs: Mapping[str, str], options: Options) -> RateCurve:

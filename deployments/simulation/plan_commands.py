@@ -94,7 +94,7 @@ def plan_command(
     if as_json:
         print_json(content)
     else:
-        plan_report.print_plan(tables.console_for(Console(highlight=False)), found)
+        plan_report.print_plan(tables.console_for(Console(highlight=False, emoji=False)), found)
     if out is not None:
         written = [write_json(out / "plan.json", content), *plan_report.save_plan_plots(out, found)]
         progress_on_stderr().say("written: " + ", ".join(str(path) for path in written))

@@ -35,9 +35,13 @@ def load_profile(name_or_path: str) -> EngineProfile:
             hint = f"did you mean {near[0]}? " if near else ""
             raise ProfileError("profile", name_or_path, f"no such profile; {hint}Known: {', '.join(names)}")
     try:
-        if path.stat().st_size > PROFILE_BYTES_MAX:
-            raise ProfileError(str(path), "", f"larger than {PROFILE_BYTES_MAX} bytes, no profile")
-        text = path.read_text(encoding="utf-8")
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ProfileError(str(path), "", "is a device or a pipe; a profile is a file")
+        with path.open("rb") as file:
+            raw = file.read(PROFILE_BYTES_MAX + 1)
+        if len(raw) > PROFILE_BYTES_MAX:
+            raise ProfileError(str(path), "", f"larger than {PROFILE_BYTES_MAX:,} bytes, no profile")
+        text = raw.decode("utf-8-sig")
     except OSError as error:
         raise ProfileError(str(path), "", f"cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:

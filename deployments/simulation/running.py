@@ -61,7 +61,7 @@ def stop_on_ctrl_c() -> Iterator[Stop]:
 
 def progress_on_stderr() -> Progress:
     """Return a progress display that leaves standard output to the tables."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     return Progress(console, console)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from autoscaling.simulator.baselines.tables import ROUTERS, SCALERS, as_users_run_it, router_for_run
 from autoscaling.simulator.spec import ClientSpec, EngineProfile, Fault, Pool, Scenario
 from deployments.scaling import decide
-from deployments.simulation.choices import ChoiceError, count_in, near
+from deployments.simulation.choices import ChoiceError, chosen, count_in, near
 from deployments.simulation.loads import Load
 from policies.config import PolicyConfig
 
@@ -35,6 +35,13 @@ class Fleet:
     replicas_max: int
     split: tuple[int, int] | None = None
     """Prefill and decode replicas at the start; ``None``: every replica does both."""
+
+    @property
+    def largest(self) -> int:
+        """Most replicas there can be at once."""
+        if self.split is None:
+            return self.replicas_max
+        return sum(self.split) if self.replicas_min == self.replicas_max else 2 * self.replicas_max
 
     def words(self) -> str:
         """Say it in a few words."""
@@ -88,8 +95,10 @@ def fleet_of(
     if low > high:
         raise ChoiceError(f"--min ({low}) must not be above --max ({high})")
     start = replicas if replicas is not None else low
-    if not low <= start <= high:
-        raise ChoiceError(f"--replicas ({start}) must be between --min ({low}) and --max ({high})")
+    what, starts = ("--replicas", (start,)) if parts is None else (f"--split {split}: each part", parts)
+    for number in starts:
+        if not low <= number <= high:
+            raise ChoiceError(f"{what} ({number}) must be between --min ({low}) and --max ({high})")
     return Fleet(profile, start, low, high, parts)
 
 
@@ -97,7 +106,8 @@ def _split(text: str) -> tuple[int, int]:
     prefill, colon, decode = text.partition(":")
     if not colon:
         raise ChoiceError(f"--split {text}: expected PREFILL:DECODE replicas, such as 2:1")
-    numbers = [count_in(f"--split {text}: {what}", part) for what, part in (("prefill", prefill), ("decode", decode))]
+    parts = (("prefill", prefill), ("decode", decode))
+    numbers = [count_in(f"--split {text}: {what}", part, to=REPLICAS_MAX) for what, part in parts]
     return numbers[0], numbers[1]
 
 
@@ -107,6 +117,8 @@ def arms_of(compare: str | None, router: str, scaler: str) -> list[Arm]:
     Raises:
         ChoiceError: a part that is neither a router nor a scaler, or two of one sort in one arm.
     """
+    chosen("--router", router, ROUTERS)
+    chosen("--scaler", scaler, SCALERS)
     if compare is None:
         return [_arm(f"{router}+{scaler}" if scaler not in (LIVE, FIXED) else router, router, scaler)]
     names = [name.strip() for name in compare.split(",") if name.strip()]
@@ -116,6 +128,13 @@ def arms_of(compare: str | None, router: str, scaler: str) -> list[Arm]:
     if twice:
         raise ChoiceError(f"--compare: {twice[0]} is given twice")
     return [_arm(name, router, scaler) for name in names]
+
+
+def check_arms(arms: Sequence[Arm], *, moves: bool) -> None:
+    """Raise ``ChoiceError`` for a scaler where the number of replicas is fixed."""
+    for arm in arms:
+        if arm.scaler not in (LIVE, FIXED) and not moves:
+            raise ChoiceError(f"{arm.scaler}: the number of replicas is fixed; give --min and --max")
 
 
 def _arm(name: str, router: str, scaler: str) -> Arm:

@@ -22,7 +22,7 @@ from deployments.simulation.loads import Load, load_of
 from deployments.simulation.outputs import print_json, write_json
 from deployments.simulation.profile_files import load_profile
 from deployments.simulation.running import progress_on_stderr, run_shown, stop_on_ctrl_c
-from deployments.simulation.scenarios import FIXED, LIVE, Arm, Fleet, arms_of, fleet_of, scenario_of
+from deployments.simulation.scenarios import FIXED, LIVE, Arm, Fleet, arms_of, check_arms, fleet_of, scenario_of
 from policies.config import ObjectivesConfig, PolicyConfig
 
 DEFAULT_PROFILE = "h100-llama-3.1-8b-bf16"
@@ -84,7 +84,9 @@ def sim(
     fault: Annotated[
         list[str] | None, typer.Option("--fault", help="KIND@SECONDS[:for=...,factor=...]; may be repeated.")
     ] = None,
-    patience_s: Annotated[float | None, typer.Option(min=0.001, help="Clients leave without a first byte.")] = None,
+    patience_s: Annotated[
+        float | None, typer.Option(min=0.001, max=1e9, help="Clients leave without a first byte after so long.")
+    ] = None,
     client_retries: Annotated[int, typer.Option(min=0, max=100, help="Times a client repeats.")] = 0,
     config: ConfigOption = None,
     changes: SetOption = None,
@@ -109,14 +111,14 @@ def sim(
         engine, settings, replicas=replicas, low=low, high=high, split=split, settings_given=config is not None
     )
     moves = fleet.replicas_min < fleet.replicas_max
-    if scaler not in (None, FIXED) and not moves:
-        raise ChoiceError(f"--scaler {scaler}: the number of replicas is fixed; give --min and --max")
     arms = arms_of(compare_names, router, scaler or (LIVE if moves else FIXED))
+    check_arms(arms, moves=moves)
+    faults = [fault_of(text, fleet.largest) for text in fault or ()]
     options = Options(scale=scale, start_s=start, duration_s=duration, limit=limit)
     source = load_of(load, options, trace_format=trace_format, lengths=lengths, spread=spread)
     clients = ClientSpec(patience_ms=patience_s * 1e3 if patience_s else None, retries_max=client_retries)
     make_folder(out)
-    plan = _Plan(source, fleet, arms, settings, seeds_of(seed), gateways, clients, [fault_of(f) for f in fault or ()])
+    plan = _Plan(source, fleet, arms, settings, seeds_of(seed), gateways, clients, faults)
     finished, interrupted = _run(plan, progress_on_stderr(), pictures=out is not None)
     _report(plan, finished, interrupted, out, as_json=as_json)
     if interrupted:
@@ -149,6 +151,8 @@ def make_folder(out: Path | None) -> None:
     """
     if out is None:
         return
+    if not out.name and out == Path():
+        raise ChoiceError("--out: expected a folder; for this one write --out ./pictures or the like")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -218,7 +222,7 @@ def _draw(out: Path, done: list[Finished], objectives: ObjectivesConfig) -> list
 
 
 def _print(plan: _Plan, done: list[Finished], interrupted: bool) -> None:
-    console = tables.console_for(Console(highlight=False))
+    console = tables.console_for(Console(highlight=False, emoji=False))
     if interrupted:
         console.print("[bold]cut short by Ctrl-C[/]: the last run ended early, its open requests count as lost")
     where = f"{plan.load.name} on {plan.fleet.words()}, {plan.gateways} gateways"

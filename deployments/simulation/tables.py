@@ -35,7 +35,7 @@ ZERO_HIDDEN = frozenset({"refused", "failed", "cancelled", "lost", "retries", "p
 
 def console_for(console: Console | None = None) -> Console:
     """Return a console that does not wrap tables away from a terminal."""
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPE_COLUMNS
     return console
@@ -51,6 +51,8 @@ def number(value: float) -> str:
     size = abs(value)
     if value == int(value) and size < 1e15:
         return f"{int(value):,}"
+    if 0 < size < 0.1:
+        return f"{value:.{2 - math.floor(math.log10(size))}f}"
     digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
     return f"{value:,.{digits}f}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,19 @@ def test_a_bad_trace_is_told_with_file_and_line(tmp_path: Path, rows: list[objec
     assert words in line
 
 
+def test_a_byte_order_mark_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    assert sim(trace(tmp_path, "\ufeff" + json.dumps(ROWS[0]) + "\n")).exit_code == 0
+
+
+def test_a_pipe_is_no_trace_and_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "is a pipe" in refused(sim(tmp_path / "pipe"))
+
+
+def test_lengths_for_a_trace_that_has_its_own_are_not_dropped_without_a_word(tmp_path: Path) -> None:
+    assert "mooncake has its own" in refused(sim(trace(tmp_path, *ROWS), "--lengths", "5,5"))
+
+
 def test_a_trace_that_is_cut_off_in_its_packing_is_told(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl.gz"
     path.write_bytes(gzip.compress(trace(tmp_path, *[ROWS[0]] * 200).read_bytes())[:-20])
@@ -171,19 +185,34 @@ def test_a_trace_that_is_cut_off_in_its_packing_is_told(tmp_path: Path) -> None:
         ([LOAD, "--price", "2.5"], "expected GPU=dollars"),
         ([LOAD, "--compare", "tidegate,roundrobin"], "did you mean round_robin?"),
         ([LOAD, "--compare", "random+round_robin"], "are both routers"),
-        ([LOAD, "--router", "rnd"], "neither a router nor a scaler"),
+        ([LOAD, "--router", "round_robn"], "did you mean round_robin?"),
+        ([LOAD, "--router", "hpa"], "--router 'hpa' is unknown"),
+        ([LOAD, "--scaler", "round_robin", "--min", "1", "--max", "3"], "--scaler 'round_robin' is unknown"),
+        ([LOAD, "--compare", "tidegate,hpa"], "hpa: the number of replicas is fixed"),
+        ([""], "a load is missing"),
+        (["poisson:rate=1,prompt=-5,output=5,duration=1"], "prompt must be at least 0"),
+        ([LOAD, "--format", "azure"], "--format: is for traces"),
+        ([LOAD, "--lengths", "5,5"], "--lengths: is for traces"),
+        ([LOAD, "--profile", "/dev/zero"], "is a device or a pipe"),
         ([LOAD, "--scaler", "hpa"], "give --min and --max"),
         ([LOAD, "--min", "3", "--max", "2"], "must not be above --max"),
         ([LOAD, "--replicas", "0"], "--replicas must be in"),
         ([LOAD, "--split", "2"], "expected PREFILL:DECODE"),
         ([LOAD, "--split", "0:2"], "must be at least 1"),
+        ([LOAD, "--split", "1000000:1"], "at most 100,000"),
+        ([LOAD, "--split", "a:b"], "--split a:b: prefill"),
+        ([LOAD, "--split", "2:9", "--min", "1", "--max", "4"], "must be between --min (1) and --max (4)"),
         ([LOAD, "--fault", "kil@3"], "did you mean kill?"),
         ([LOAD, "--fault", "kill"], "expected KIND@SECONDS"),
+        ([LOAD, "--fault", "freeze@3"], "without for it does nothing; write freeze@3:for=60"),
+        ([LOAD, "--fault", "slow@3:for=4"], "without factor it does nothing"),
+        ([LOAD, "--fault", "kill@3:replica=1"], "replica must be at least 0 and at most 0"),
         ([LOAD, "--seed", "1", "--seed", "1"], "the same seed twice"),
         ([LOAD, "--scale", "0"], "scale must be greater than 0"),
         ([LOAD, "--duration", "-1"], "duration_s must be greater than 0"),
         ([LOAD, "--config", "absent.yaml"], "absent.yaml: cannot be read"),
         ([LOAD, "--out", "/proc/none"], "--out /proc/none"),
+        ([LOAD, "--out", ""], "--out: expected a folder"),
     ],
 )
 def test_what_cannot_be_is_one_line(args: list[str], words: str) -> None:
