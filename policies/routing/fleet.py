@@ -57,6 +57,7 @@ _COUNTS = (
 )  # fmt: skip
 _STEP = ("step_a_ms", "step_b_ms", "step_c_ms", "step_d_ms")
 _TOLD = _COUNTS + _STEP
+_DRAINING, _STUCK = ReplicaState.DRAINING.value, ReplicaState.STUCK.value
 
 
 class _Member:
@@ -118,7 +119,7 @@ class _Member:
         """Why the replica takes no requests; empty: it does."""
         if self.draining:
             return "is draining"
-        return "is stuck" if fresh and self.state == ReplicaState.STUCK else ""
+        return "is stuck" if fresh and self.state == _STUCK else ""
 
 
 class Fleet:
@@ -161,6 +162,11 @@ class Fleet:
             self._join(added)
             self._take_late(SAMPLES_AT_ONCE, now_ns)
         return removed
+
+    @property
+    def own_requests(self) -> int:
+        """Open requests of this gateway."""
+        return self._book.inflight
 
     def members(self) -> tuple[ReplicaId, ...]:
         """Known replicas, sorted."""
@@ -274,15 +280,16 @@ class Fleet:
         counts = self._book.counts(replica_id)
         state = stats.get("state")
         if self._board is not None:
-            if state != member.state or state == ReplicaState.STUCK:
+            if state != member.state or state == _STUCK:
                 self._due[replica_id] = member
             elif not same or counts != member.at_sample or not member.watched:
                 self._late[replica_id] = member
         member.seq, member.received_ns, member.told, member.unread = seq, now_ns, told, True
         member.at_sample, member.step_samples = counts, stats.get("step_samples")
-        self._views_due[replica_id] = member
+        member.view = None
         member.state = state
-        member.draining = member.draining or state == ReplicaState.DRAINING
+        if state == _DRAINING:
+            member.draining = True
 
     def _drain(self) -> None:
         """Note whose local counts changed."""
