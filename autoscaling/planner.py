@@ -97,11 +97,13 @@ def plan(
 
     Raises:
         LoadError: a load that cannot be planned for.
+        LoadEndedError: ``stop`` said so before the load was known: there is no best yet.
         ValueError: no profile.
     """
     if not task.profiles:
         raise ValueError("a plan needs at least one profile")
-    load = measure(task.factory, task.seeds[0], task.goal.objectives)
+    tell("reading the load")
+    load = measure(task.factory, task.seeds[0], task.goal.objectives, stop)
     search = _Search(task, load, tell, stop)
     why = ""
     try:

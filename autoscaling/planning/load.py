@@ -12,7 +12,7 @@ Decides nothing.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from random import Random
@@ -20,6 +20,9 @@ from random import Random
 from autoscaling.simulator.report import percentile
 from autoscaling.simulator.spec import SimRequest, Source, SourceFactory
 from policies.config import ObjectivesConfig
+
+LOOK_REQUESTS = 4_096
+"""So many requests lie between two looks whether to stop."""
 
 REQUESTS_MAX = 5_000_000
 """Longer loads are refused."""
@@ -157,11 +160,18 @@ def _largest(work: Sequence[float], length: int) -> int:
     return at
 
 
-def measure(factory: SourceFactory, seed: int, objectives: ObjectivesConfig) -> LoadFigures:
-    """Play the load once without engines.
+class LoadEndedError(Exception):
+    """Somebody asked to stop before the load was known."""
+
+
+def measure(
+    factory: SourceFactory, seed: int, objectives: ObjectivesConfig, stop: Callable[[], bool] = lambda: False
+) -> LoadFigures:
+    """Play the load once without engines; ``stop`` is asked now and then.
 
     Raises:
         LoadError: it has no request, or more than :data:`REQUESTS_MAX`.
+        LoadEndedError: ``stop`` said so.
     """
     source = factory(Random(f"{seed}/source"))
     columns = tuple(array("q") for _ in range(4))
@@ -170,6 +180,8 @@ def measure(factory: SourceFactory, seed: int, objectives: ObjectivesConfig) -> 
     for request in played.requests():
         if len(columns[0]) >= REQUESTS_MAX:
             raise LoadError(f"more than {REQUESTS_MAX:,} requests; plan for a part of the load (duration or limit)")
+        if len(columns[0]) % LOOK_REQUESTS == LOOK_REQUESTS - 1 and stop():
+            raise LoadEndedError
         cached = _cached_tokens(request, seen)
         row = (request.arrival_ns, request.prompt_tokens, request.prompt_tokens - cached, request.output_tokens)
         for column, value in zip(columns, row, strict=True):

@@ -29,6 +29,9 @@ from deployments.simulation.files import FORMATS, RATES_ONLY, detect_format, ope
 
 DAY_S = 86_400.0
 
+ARRIVALS_MAX = 20_000_000
+"""More would take days and all memory."""
+
 SHAPE_KEYS = ("rate", "low", "high", "period", "to", "peak", "at", "rise", "hold", "fall", "duration", "limit")
 LENGTH_KEYS = ("prompt", "output", "spread")
 SHARED_KEYS = ("groups", "prompts", "prefix", "question", "output")
@@ -121,6 +124,17 @@ def _number(kind: str, pairs: Mapping[str, str], key: str, default: float, *, ab
 
 
 def _curve(kind: str, pairs: Mapping[str, str], options: Options) -> RateCurve:
+    curve = _shape(kind, pairs, options)
+    expected = curve.total / curve.length_s * (options.duration_s or 0.0) * options.scale
+    if expected > ARRIVALS_MAX and (options.limit or math.inf) > ARRIVALS_MAX:
+        raise ChoiceError(
+            f"{kind}: makes about {expected:,.0f} requests or sessions, more than {ARRIVALS_MAX:,}; "
+            "give a shorter duration or a limit"
+        )
+    return curve
+
+
+def _shape(kind: str, pairs: Mapping[str, str], options: Options) -> RateCurve:
     rate = _number(kind, pairs, "rate", 1.0, above=0.0)
     if "high" in pairs or "low" in pairs:
         high = _number(kind, pairs, "high", 0.0, above=0.0)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from autoscaling.planner import Goal, Plan, Task, plan
-from autoscaling.planning.load import LoadError
+from autoscaling.planning.load import LoadEndedError, LoadError
 from autoscaling.simulator.spec import EngineProfile
 from autoscaling.simulator.workload.trace import Options
 from deployments.progress import Step
@@ -123,6 +123,8 @@ def search(task: Task) -> Plan:
             return plan(task, tell=tell, stop=stop)
         except LoadError as error:
             raise ChoiceError(f"{task.name}: {error}") from None
+        except LoadEndedError:
+            raise KeyboardInterrupt from None
 
 
 def note(step: Step, text: str) -> None:

@@ -88,6 +88,14 @@ def test_ctrl_c_says_that_the_plan_is_not_complete(monkeypatch: pytest.MonkeyPat
     assert "not complete: ended by the user" in result.stdout
 
 
+def test_ctrl_c_ends_the_reading_of_a_long_load_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.Stop, "__call__", lambda _self: True)
+    result = plan("poisson:rate=1000,prompt=5,output=5,duration=4000", *H100)
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "ended"
+    assert "simulation 1" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -190,6 +190,7 @@ def test_a_trace_that_is_cut_off_in_its_packing_is_told(tmp_path: Path) -> None:
         ([LOAD, "--scaler", "round_robin", "--min", "1", "--max", "3"], "--scaler 'round_robin' is unknown"),
         ([LOAD, "--compare", "tidegate,hpa"], "hpa: the number of replicas is fixed"),
         ([""], "a load is missing"),
+        (["poisson:rate=1e6,prompt=5,output=5,duration=600"], "makes about 600,000,000 requests"),
         (["poisson:rate=1,prompt=-5,output=5,duration=1"], "prompt must be at least 0"),
         ([LOAD, "--format", "azure"], "--format: is for traces"),
         ([LOAD, "--lengths", "5,5"], "--lengths: is for traces"),
