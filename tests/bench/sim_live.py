@@ -8,7 +8,8 @@ Beginnings that prompts share end where a text block of the gateway ends, so tha
 knows exactly what was shared.
 
 ``--engine vllm`` does the same with one real vLLM replica on the CPU: its law is fitted to its own steps in a warm-up
-run, with other prompts, and the errors of the run after it are printed without a bar.
+run, with other prompts, and the errors of the run after it are printed without a bar. Beside them those with the law of
+the run's own steps: what lies between the two is the machine, which was slower or faster than in the warm-up.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ from deployments.simulation.replay_commands import Move, RecordedFleet, load_rec
 from tests.bench import harness as h
 
 APP = "sim-live"
-WARM_UP = "warm-up.json"
+STEPS = "steps.json"
+"""Beside a recording of a real engine: its steps in the warm-up and in the run."""
+VLLM_CPU_BLOCK_TOKENS = 128
+"""vLLM's own choice on CPUs."""
 BAR_SHARE = 0.15
 LONE = 12
 """Requests that come one by one before the load."""
@@ -154,7 +158,7 @@ def live_emulated(folder: Path, seed: int) -> None:
 
 
 def live_vllm(folder: Path, seed: int) -> None:
-    """Warm-up and run on one real replica; the warm-up's steps and its end are left beside the recording."""
+    """Warm-up and run on one real replica; the engine's steps are left beside the recording."""
     from ray import serve
 
     from deployments.engine import build_engine_deployment
@@ -179,23 +183,25 @@ def live_vllm(folder: Path, seed: int) -> None:
                     steps[step.seq] = StepSample(step.running, step.kv_tokens, step.prefill_tokens, ms)
             await asyncio.sleep(0.5)
 
-    async def both() -> None:
+    async def traffic() -> None:
         async with h.client_session() as session:
             watcher = asyncio.create_task(watch())
             await lone(session)
             await play(session, VLLM_LOAD.arrivals(f"{seed}/warm-up"), VLLM_LOAD.tokens)
             await asyncio.sleep(2)
-            watcher.cancel()
-            await asyncio.gather(watcher, return_exceptions=True)
             await asyncio.sleep(13)
-            note = {"ended_s": time.time(), "steps": [asdict(step) for step in steps.values()]}
-            (folder / WARM_UP).write_text(json.dumps(note))
+            ended_s, warm_up = time.time(), len(steps)
             told(await play(session, VLLM_LOAD.arrivals(f"{seed}/run"), VLLM_LOAD.tokens), f"run {seed + 1}")
             await asyncio.sleep(2)
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+            both = [asdict(step) for step in steps.values()]
+            note = {"ended_s": ended_s, "warm_up": both[:warm_up], "run": both[warm_up:]}
+            (folder / STEPS).write_text(json.dumps(note))
 
     try:
         asyncio.run(h.wait_for(replicas_report, 300))
-        asyncio.run(both())
+        asyncio.run(traffic())
     finally:
         serve.delete(APP)
 
@@ -326,14 +332,18 @@ def opened(folder: Path, seed: int) -> tuple[RecordedFleet, list[Writer]]:
     return load_recording(writers, seed, warn), [w for w in writers if w.header.source == "controller"]
 
 
-def vllm_profile(fleet: RecordedFleet, steps: Sequence[StepSample]) -> EngineProfile:
-    """The warm-up's law; what a request costs outside steps from the lone requests of the warm-up."""
+def vllm_profile(fleet: RecordedFleet, steps: Sequence[StepSample], what: str) -> EngineProfile:
+    """The law of ``steps``; what a request costs outside steps from the lone requests of the warm-up."""
     found = fit_steps(steps, batch_knots(steps))
-    errors = found.held_out
-    print(f"law of {len(steps)} steps: {found.law}; held out: mean error {errors.mean_share:.1%}", flush=True)
     spent = outside_steps_ms(fleet, found.law)
-    print(f"outside steps: {spent:.1f} ms a request", flush=True)
-    return replace(profile_of(fleet.history, fleet.header.model), law=found.law, request_overhead_ms=spent)
+    error = found.held_out.mean_share
+    print(f"{what}: {len(steps)} steps, mean error held out {error:.1%}; {spent:.0f} ms outside steps", flush=True)
+    return replace(
+        profile_of(fleet.history, fleet.header.model),
+        law=found.law,
+        request_overhead_ms=spent,
+        block_tokens=VLLM_CPU_BLOCK_TOKENS,
+    )
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
@@ -430,15 +440,16 @@ def main(options: argparse.Namespace) -> int:
         with h.ray_serve():
             for n in runs:
                 live_vllm(root / f"vllm-{n}", n)
-    pairs = []
-    for n in runs:
-        folder = root / f"vllm-{n}"
-        fleet, lives = opened(folder, n)
-        warm_up = json.loads((folder / WARM_UP).read_text())
-        steps = [StepSample(**step) for step in warm_up["steps"]]
-        first = sum(a.unix_ns < warm_up["ended_s"] * 1e9 for a in fleet.traffic.arrivals)
-        pairs.append(compare(fleet, lives, vllm_profile(fleet, steps), first))
-    report("One real vLLM replica on the CPU, live and simulated", pairs)
+    for law, title in (("warm_up", "law of the warm-up's steps"), ("run", "law of the run's own steps")):
+        pairs = []
+        for n in runs:
+            folder = root / f"vllm-{n}"
+            fleet, lives = opened(folder, n)
+            note = json.loads((folder / STEPS).read_text())
+            steps = [StepSample(**step) for step in note[law]]
+            first = sum(a.unix_ns < note["ended_s"] * 1e9 for a in fleet.traffic.arrivals)
+            pairs.append(compare(fleet, lives, vllm_profile(fleet, steps, title), first))
+        report(f"One real vLLM replica on the CPU, live and simulated with the {title}", pairs)
     return 0
 
 
