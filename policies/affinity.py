@@ -7,10 +7,13 @@ prompt tokens, so that estimated and true token counts need not agree::
 
 * ``trust`` below :data:`TRUST_LOW`: caches hold less than believed; the strength falls towards the trust;
 * ``trust`` from :data:`TRUST_HIGH`: what was predicted came true; the strength rises towards 1;
-* a hot spot lowers the strength whatever the trust: affinity piles work on one replica while others idle.
+* a hot spot lowers the strength unless predictions come true: affinity that saves nothing piles work on one replica
+  while others idle. Affinity that saves work is weighed against each replica's queue by the router itself.
 
-One adjustment moves by at most ``step``, needs ``query_tokens_min`` looked-up tokens since the last one, and keeps the
-strength in ``strength_min..1``. Where little was predicted there is nothing to compare and the strength stays.
+One adjustment moves by at most ``step``, needs ``query_tokens_min`` looked-up tokens and those of :data:`REQUESTS_MIN`
+usual prompts since the last one (what is looked up in a tick are not the prompts dispatched in it, so that a few say
+nothing), and keeps the strength in ``strength_min..1``. Where little was predicted there is nothing to compare and the
+strength stays.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ TRUST_LOW = 0.6
 
 TRUST_HIGH = 0.8
 """Realised over predicted hits from which the prediction is called true."""
+
+REQUESTS_MIN = 64
+"""Prompts that must have been looked up since the last adjustment."""
 
 PREDICTED_SHARE_MIN = 0.05
 """Below this share of predicted hits there is nothing to compare."""
@@ -56,6 +62,7 @@ class AffinityLoop:
         self._hit_tokens = 0
         self._predicted_prompt_tokens = 0
         self._predicted_hit_tokens = 0
+        self._dispatched = 0
 
     def receive_replica(self, report: ReplicaReport) -> None:
         """Count what an engine looked up and found."""
@@ -66,10 +73,13 @@ class AffinityLoop:
         """Count what routers believed at dispatch."""
         self._predicted_prompt_tokens += sum(report.predicted_prompt_tokens.values())
         self._predicted_hit_tokens += sum(report.predicted_hit_tokens.values())
+        self._dispatched += sum(report.routed.values())
 
     def step(self, hot_spot: bool) -> AffinityMove:
         """Move by at most one step when enough was seen, else stay."""
-        if self._query_tokens < self._config.query_tokens_min or self._predicted_prompt_tokens <= 0:
+        prompt_tokens = self._predicted_prompt_tokens / self._dispatched if self._dispatched else 0.0
+        needed = max(self._config.query_tokens_min, REQUESTS_MIN * prompt_tokens)
+        if self._query_tokens < needed or self._predicted_prompt_tokens <= 0:
             return AffinityMove(
                 self.strength, self.strength, Reason("TooLittleSeen", "too few prompt tokens since the last adjustment")
             )
@@ -85,6 +95,7 @@ class AffinityLoop:
             "hot_spot": int(hot_spot),
         }
         self._query_tokens = self._hit_tokens = self._predicted_prompt_tokens = self._predicted_hit_tokens = 0
+        self._dispatched = 0
         goal, reason = self._goal(realised, predicted, hot_spot)
         before = self.strength
         step = self._config.step
@@ -94,11 +105,11 @@ class AffinityLoop:
 
     def _goal(self, realised: float, predicted: float, hot_spot: bool) -> tuple[float, Reason]:
         seen = f"{realised:.0%} of prompt tokens were cached, {predicted:.0%} were predicted"
-        if hot_spot:
+        trust = realised / predicted if predicted else 0.0
+        if hot_spot and trust < TRUST_HIGH:
             return 0.0, Reason("HotSpot", f"one replica queues while others idle: less affinity ({seen})")
         if predicted < PREDICTED_SHARE_MIN:
             return self.strength, Reason("NothingPredicted", f"no cache hits to compare: strength stays ({seen})")
-        trust = realised / predicted
         if trust < TRUST_LOW:
             return min(trust, self.strength), Reason("CacheCold", f"{seen}: caches hold less than believed")
         if trust >= TRUST_HIGH:

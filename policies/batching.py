@@ -10,6 +10,14 @@ The step model predicts a step's duration (``policies/step_model.py``), and a st
 between the floors of the configuration and the engine's start-up values. Where nobody decodes no gap is at stake, and
 the token budget goes up to its start-up value, for TTFT.
 
+A budget that holds every gap may be too small to keep up with the prompts that come: each step has a fixed cost, and
+small steps pay it often. A queue of prompts costs TTFT far more than a few long gaps cost a stream, whose mean gap
+stays what it was while the engine keeps up (``decode_ms / (1 - prefill share)``, whatever the budget). So the budget is
+at least what computes prompts :data:`KEEP_UP_FACTOR` times as fast as they come, while a step stays within the
+objective or :data:`KEEP_UP_STEPS` decode steps, whichever is longer::
+
+    room / (decode_ms + d * room) >= KEEP_UP_FACTOR * prefill_tps / 1000
+
 An objective that no setting can hold is no reason to starve the engine: where decoding alone takes longer, a prompt may
 at most double the gap (:data:`OUT_OF_REACH_FACTOR`); and as many sequences may run as lengthen the gap of a single one
 by half (:data:`BATCH_FACTOR_MIN`): below that fewer sequences cost throughput and gain little.
@@ -27,12 +35,13 @@ other replicas: unlike engines get unlike settings because each is tuned alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from policies.config import BatchingConfig, ObjectivesConfig
-from policies.step_model import predict_step_ms
-from policies.types import Histogram, Knobs, Reason, ReplicaReport, Sampled, StepCoefficients
+from policies.step_model import largest, predict_step_ms
+from policies.types import LATENCY_BOUNDS_MS, Histogram, Knobs, Reason, ReplicaReport, Sampled, StepCoefficients
 
 DECODE_SHARE = 0.8
 """Share of the ITL objective that decoding alone may fill; the rest is room for prompts that join."""
@@ -45,6 +54,19 @@ OUT_OF_REACH_FACTOR = 2.0
 
 BATCH_FACTOR_MIN = 1.5
 """Decode step over that of one sequence up to which the number of sequences is never limited for the objective."""
+
+KEEP_UP_FACTOR = 3.0
+"""Prompts must be computable this much faster than they come, so that those that come at once do not queue long."""
+
+KEEP_UP_STEPS = 3.0
+"""Longest step that keeping up may cost over one that only decodes, where that is above the ITL objective: prompts then
+get two thirds of the engine."""
+
+KEEP_UP_FADING = 0.97
+"""Share of the remembered prefill rate that is left after each tick: a lull of seconds does not lower the budget."""
+
+KEEP_UP_SLACK = 0.6
+"""A budget that keeps up is lowered only to less than this share of it."""
 
 STEP_TOKENS_GRAIN = 8
 """Token budgets are rounded down to a multiple of this."""
@@ -96,6 +118,8 @@ class BatchPoint:
     """Nobody decodes: the ITL objective has nothing to protect."""
     itl_share: float = 1.0
     """Share of the ITL objective to aim at, below 1 after the model proved too hopeful."""
+    prefill_tps: float = 0.0
+    """Prompt tokens computed per second lately."""
 
     @property
     def kv_per_seq(self) -> float | None:
@@ -130,6 +154,28 @@ def trusted(model: StepCoefficients | None, config: BatchingConfig) -> bool:
 
 
 def _solve_tokens(point: BatchPoint, objectives: ObjectivesConfig, config: BatchingConfig) -> tuple[int, Reason]:
+    tokens, reason = _solve_for_gaps(point, objectives, config)
+    needed = _keep_up_tokens(point, objectives)
+    if needed <= tokens:
+        return tokens, reason
+    text = f"{point.prefill_tps:,.0f} prompt tokens/s come: {needed} tokens a step keep their queue short"
+    return needed, Reason("KeepsUp", text)
+
+
+def _keep_up_tokens(point: BatchPoint, objectives: ObjectivesConfig) -> int:
+    """Least budget that computes prompts fast enough, as far as a gap may be stretched for it; 0: no prompts come."""
+    rate = point.prefill_tps * KEEP_UP_FACTOR / 1000
+    if rate <= 0:
+        return 0
+    decode_ms = predict_step_ms(point.model, point.running, point.kv_tokens, 0)
+    d_ms = point.model.d_ms
+    room = rate * decode_ms / (1 - rate * d_ms) if rate * d_ms < 1 else math.inf
+    if d_ms > 0:
+        room = min(room, (max(objectives.itl_ms, KEEP_UP_STEPS * decode_ms) - decode_ms) / d_ms)
+    return int(min(point.step_tokens_hard, point.running + room))
+
+
+def _solve_for_gaps(point: BatchPoint, objectives: ObjectivesConfig, config: BatchingConfig) -> tuple[int, Reason]:
     hard = point.step_tokens_hard
     if point.prefill_only:
         return hard, Reason("PrefillOnly", f"nobody decodes, so TTFT alone matters: token budget {hard}")
@@ -138,12 +184,15 @@ def _solve_tokens(point: BatchPoint, objectives: ObjectivesConfig, config: Batch
     def within(tokens: int) -> bool:
         return predict_step_ms(point.model, point.running, point.kv_tokens, tokens - point.running) <= limit_ms
 
+    def guess() -> float:
+        return point.running + (limit_ms - decode_ms) / point.model.d_ms if point.model.d_ms > 0 else math.inf
+
+    decode_ms = predict_step_ms(point.model, point.running, point.kv_tokens, 0)
     floor = step_tokens_floor(point.running, hard, config)
-    best = _largest(floor, hard, within)
+    best = largest(floor, hard, within, guess())
     if best is None:
-        decode_ms = predict_step_ms(point.model, point.running, point.kv_tokens, 0)
         limit_ms = max(limit_ms, OUT_OF_REACH_FACTOR * decode_ms)
-        tokens = _largest(floor, hard, within) or floor
+        tokens = largest(floor, hard, within, guess()) or floor
         return tokens, Reason(
             "OutOfReach",
             f"even {floor} tokens a step take more than {objectives.itl_ms:.0f} ms with {point.running} running: "
@@ -171,20 +220,9 @@ def _solve_seqs(point: BatchPoint, objectives: ObjectivesConfig, config: Batchin
         return fits and predict_step_ms(point.model, seqs, min(kv_tokens, kv_max), 0) <= limit_ms
 
     floor = min(hard, config.running_seqs_min)
-    return _largest(floor, hard, within) or floor
-
-
-def _largest(low: int, high: int, ok: Callable[[int], bool]) -> int | None:
-    """Largest value in ``low..high`` that is ``ok``, for an ``ok`` that turns false once; ``None`` when none is."""
-    if not ok(low):
-        return None
-    while low < high:
-        middle = (low + high + 1) // 2
-        if ok(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    per_seq_ms = point.model.b_ms + point.model.c_ms * per_seq / 1000
+    guess = (limit_ms - point.model.a_ms) / per_seq_ms if per_seq_ms > 0 else math.inf
+    return largest(floor, hard, within, min(guess, kv_max / per_seq) if tight else guess) or floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +238,7 @@ class BatchMove:
     @property
     def changed(self) -> bool:
         """Whether the wish differs from the last one."""
-        return self.before != self.after
+        return self.before is not self.after and self.before != self.after
 
 
 class BatchTuner:
@@ -218,6 +256,11 @@ class BatchTuner:
         self._brake: int | None = None
         self._quiet = 0
         self._raise: list[Knobs] = []
+        self._prefill_tps = 0.0
+        self._held: BatchMove | None = None
+        """The last answer that changed nothing."""
+        self._high_bucket = bisect_right(LATENCY_BOUNDS_MS, objectives.itl_ms * OUTCOME_HIGH)
+        """First bucket of gaps that are too long: where none is in it or above, no quantile is."""
 
     def step(self, window: Sequence[Sampled[ReplicaReport]], now_ns: int) -> BatchMove:
         """Decide from the reports of the sliding window (oldest first; empty when the replica is silent)."""
@@ -233,12 +276,23 @@ class BatchTuner:
             if self._settle == 0:
                 self._judged_from_ns = now_ns
             return self._hold("Settling", "waits for the effect of the last change")
-        since = [s.value for s in window if s.received_ns > self._judged_from_ns]
-        point = _point(window, latest.step_model, self._itl_share)
+        reports = [s.value for s in window]
+        since = reports
+        if window[0].received_ns <= self._judged_from_ns:
+            since = [s.value for s in window if s.received_ns > self._judged_from_ns]
+        if self.wish.step_tokens_max is not None and not any(
+            r.steps or r.prefill_tokens or r.preemptions for r in reports
+        ):
+            self._prefill_tps *= KEEP_UP_FADING
+            self._release_brake()
+            return self._hold("Idle", "no step in the window: the last wish stands")
+        point = _point(reports, latest.step_model, self._itl_share)
+        self._prefill_tps = max(point.prefill_tps, self._prefill_tps * KEEP_UP_FADING)
         braked = self._update_brake(since, point)
         corrected = self._judge(since, point, now_ns)
-        point = replace(point, itl_share=self._itl_share)
-        if self.wish.step_tokens_max is not None and not any(s.value.steps for s in window):
+        if (point.itl_share, point.prefill_tps) != (self._itl_share, self._prefill_tps):
+            point = replace(point, itl_share=self._itl_share, prefill_tps=self._prefill_tps)
+        if self.wish.step_tokens_max is not None and not any(r.steps for r in reports):
             return self._hold("Idle", "no step in the window: the last wish stands")
         return self._move(point, braked, corrected, now_ns)
 
@@ -265,6 +319,8 @@ class BatchTuner:
         tokens_max = self._pace(
             "step_tokens_max", solved, point.step_tokens_hard, self._config.step_tokens_up_factor_max
         )
+        if reason.code == "KeepsUp":
+            tokens_max = self._keep_up(solved.step_tokens_max or tokens_max)
         if braked and solved.running_seqs_max is not None:
             seqs_max = min(seqs_max, solved.running_seqs_max)
         if tokens_max < step_tokens_floor(point.running, point.step_tokens_hard, self._config):
@@ -290,6 +346,8 @@ class BatchTuner:
         want: int = getattr(solved, knob)
         if current is None or want <= current * (1 - CHANGE_SHARE_MIN):
             return want
+        if want <= current:
+            return current
         asked = [*(getattr(k, knob) for k in self._raise), want]
         least = min(asked)
         worth = least >= current * (1 + RAISE_SHARE_MIN) or least == hard
@@ -297,16 +355,20 @@ class BatchTuner:
             return current
         return max(current + 1, int(min(least, current * up_factor_max)))
 
+    def _keep_up(self, want: int) -> int:
+        """A budget for prompts that come: up at once, because they queue, and down only where it is far too large."""
+        current = self.wish.step_tokens_max
+        if current is None or not current * KEEP_UP_SLACK <= want <= current * (1 + RAISE_SHARE_MIN):
+            return want
+        return current
+
     def _remember(self, solved: Knobs) -> None:
         self._raise = [*self._raise, solved][-(RAISE_TICKS - 1) :]
 
     def _update_brake(self, since: Sequence[ReplicaReport], point: BatchPoint) -> bool:
         """Lower the cap after preemptions, raise it a tenth after a quiet while. True when it was lowered."""
         if not any(r.preemptions for r in since):
-            self._quiet += 1
-            if self._brake is not None and self._quiet >= BRAKE_QUIET_TICKS:
-                self._brake += max(1, self._brake // 10)
-                self._quiet = 0
+            self._release_brake()
             return False
         self._quiet = 0
         current = self.wish.running_seqs_max or point.running_seqs_hard
@@ -315,15 +377,26 @@ class BatchTuner:
         self._brake = max(min(self._config.running_seqs_min, point.running_seqs_hard), lowered)
         return True
 
+    def _release_brake(self) -> None:
+        """One more tick without preemptions."""
+        self._quiet += 1
+        if self._brake is not None and self._quiet >= BRAKE_QUIET_TICKS:
+            self._brake += max(1, self._brake // 10)
+            self._quiet = 0
+
     def _judge(self, since: Sequence[ReplicaReport], point: BatchPoint, now_ns: int) -> bool:
         """Compare measured gaps with the objective; true when the budget must shrink below the model's value."""
         tokens_max, objective = self.wish.step_tokens_max, self._objectives.itl_ms
+        if tokens_max is None or _full_step_ms(point, tokens_max) > objective * OUTCOME_HIGH:
+            return False
+        if self._itl_share >= 1 and not any(any(r.itl.counts[self._high_bucket :]) for r in since):
+            return False
         in_force = [r.itl.counts for r in since if r.knobs.step_tokens_max == tokens_max]
         counts = tuple(map(sum, zip(*in_force, strict=True)))
-        if tokens_max is None or sum(counts) < OUTCOME_SAMPLES_MIN:
+        if sum(counts) < OUTCOME_SAMPLES_MIN:
             return False
         measured = Histogram(counts).quantile_ms(self._objectives.quantile)
-        if measured is None or _full_step_ms(point, tokens_max) > objective * OUTCOME_HIGH:
+        if measured is None:
             return False
         if measured > objective * OUTCOME_HIGH:
             self._itl_share = max(ITL_SHARE_MIN, self._itl_share * max(0.5, objective / measured))
@@ -335,7 +408,10 @@ class BatchTuner:
         return measured > objective
 
     def _hold(self, code: str, text: str) -> BatchMove:
-        return BatchMove(self.wish, self.wish, Reason(code, text))
+        held = self._held
+        if held is None or held.after is not self.wish or held.reason.text != text:
+            held = self._held = BatchMove(self.wish, self.wish, Reason(code, text))
+        return held
 
     def _inputs(self, point: BatchPoint) -> dict[str, float | int | str | None]:
         model = point.model
@@ -359,19 +435,20 @@ def _full_step_ms(point: BatchPoint, step_tokens_max: int) -> float:
     return predict_step_ms(point.model, point.running, point.kv_tokens, max(0, step_tokens_max - point.running))
 
 
-def _point(window: Sequence[Sampled[ReplicaReport]], model: StepCoefficients, itl_share: float) -> BatchPoint:
+def _point(reports: Sequence[ReplicaReport], model: StepCoefficients, itl_share: float) -> BatchPoint:
     """The heaviest moment of the window: most sequences at once, and the KV they held."""
-    latest = window[-1].value
-    heaviest = max((s.value for s in window), key=lambda r: (r.running, r.kv_tokens_used))
-    prefill_tokens = sum(s.value.prefill_tokens for s in window)
-    decoding = any(any(s.value.itl.counts) for s in window)
+    latest = reports[-1]
+    running, kv_tokens = max([(r.running, r.kv_tokens_used) for r in reports])
+    prefill_tokens = sum([r.prefill_tokens for r in reports])
+    decoding = any(any(r.itl.counts) for r in reports)
     return BatchPoint(
         model=model,
-        running=max(1, heaviest.running),
-        kv_tokens=heaviest.kv_tokens_used if heaviest.running else 0,
+        running=max(1, running),
+        kv_tokens=kv_tokens if running else 0,
         kv_tokens_max=latest.kv_tokens_max,
         running_seqs_hard=latest.running_seqs_hard,
         step_tokens_hard=latest.step_tokens_hard,
         prefill_only=prefill_tokens > 0 and not decoding,
         itl_share=itl_share,
+        prefill_tps=prefill_tokens / (sum([r.window_ms for r in reports]) / 1000 or 1.0),
     )

@@ -66,7 +66,7 @@ def build_policies(
     book = LoadBook()
     index = PrefixIndex(config.routing.index_blocks_max)
     rng = random.Random(seed)
-    router = make_router(config, index, rng) if make_router else Router(config.routing, index, rng)
+    router = make_router(config, index, rng) if make_router else Router(config.routing, index, rng, config.objectives)
     return Policies(
         config=config,
         flow_context=FlowContext(Admission(config.admission), RetryBudget(config.faults), book, router, config),

@@ -100,6 +100,9 @@ class RoutingConfig:
     """Used until a plan says otherwise and when the plan is too old."""
     sample_age_ms_max: float = 5_000.0
     """Older replica samples are ignored: the router falls back to its own counts."""
+    late_ms_max: float = 60_000.0
+    """Longest predicted TTFT that a request is given which no replica can serve within the objective, so that others
+    are served in time; 0: such requests go where they are served soonest, like all others."""
     step_prior: StepCoefficients = field(default_factory=lambda: StepCoefficients(20.0, 0.5, 0.5, 0.5))
     """Step model of a replica that has not reported one yet."""
     strategy: str = "affinity"
@@ -112,6 +115,7 @@ class RoutingConfig:
         _need(self.load_bound >= 1, "load_bound", f"must be at least 1, is {self.load_bound}")
         _need(self.load_slack_tokens >= 0, "load_slack_tokens", "must not be negative")
         _need(0 <= self.affinity_strength <= 1, "affinity_strength", "must be in [0, 1]")
+        _need(self.late_ms_max >= 0, "late_ms_max", "must not be negative")
         _need(self.sample_age_ms_max > 0, "sample_age_ms_max", "must be above 0")
         _need(self.strategy in ("affinity", "random"), "strategy", "must be 'affinity' or 'random'")
 

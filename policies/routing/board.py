@@ -36,6 +36,8 @@ class Board:
         self._requests = 0
         self._prefill_tokens = 0
         self._kv_tokens = 0
+        self._kv_tokens_max = 0
+        self._kv_unknown = 0
 
     def put(self, replica_id: ReplicaId, standing: Standing | None) -> None:
         """The replica stands like this from now on; ``None``: it takes no requests."""
@@ -44,6 +46,8 @@ class Board:
             self._requests -= old.requests
             self._prefill_tokens -= old.prefill_tokens
             self._kv_tokens -= old.kv_tokens
+            self._kv_tokens_max -= old.kv_tokens_max or 0
+            self._kv_unknown -= not old.kv_tokens_max
             if standing is None or standing.kind != old.kind:
                 self._leave_kind(replica_id, old.kind)
         if standing is None:
@@ -55,6 +59,8 @@ class Board:
         self._requests += standing.requests
         self._prefill_tokens += standing.prefill_tokens
         self._kv_tokens += standing.kv_tokens
+        self._kv_tokens_max += standing.kv_tokens_max or 0
+        self._kv_unknown += not standing.kv_tokens_max
         self.by_ttft.put(replica_id, standing.ttft_ms(PROMPT_TOKENS))
         by_load = self.by_load.get(standing.kind)
         if by_load is None:
@@ -66,6 +72,16 @@ class Board:
         by_load.drop(replica_id)
         if not by_load:
             del self.by_load[kind]
+
+    @property
+    def kv_tokens_max(self) -> int | None:
+        """KV cache of all replicas together; ``None`` while one has not told its own."""
+        return None if self._kv_unknown else self._kv_tokens_max
+
+    @property
+    def requests(self) -> int:
+        """Open requests at all replicas, other gateways' as far as samples tell."""
+        return self._requests
 
     def mean_load_tokens(self, without: Iterable[Standing]) -> float:
         """Mean load of the replicas but those in ``without``; 0 where nobody is left. Sums are of integers: exact."""

@@ -15,6 +15,9 @@ from collections.abc import Container
 
 from policies.types import ReplicaId
 
+ORDERED_MAX = 64
+"""Larger buckets are not looked at for the largest figures: there is nothing special about so many."""
+
 PER_E_FOLD = 10.5
 """Buckets per factor of e: neighbours differ by a tenth."""
 
@@ -84,6 +87,17 @@ class Buckets:
             begin = int(turn * len(bucket))
             for position in range(begin - len(bucket), begin):
                 replica_id = bucket[position]
+                if replica_id not in skip:
+                    found.append(replica_id)
+                    if len(found) >= count:
+                        return found
+        return found
+
+    def most(self, count: int, skip: Container[ReplicaId]) -> list[ReplicaId]:
+        """At most ``count`` replicas with the largest figures, without ``skip``; the same ones for every caller."""
+        found: list[ReplicaId] = []
+        for level in reversed(self._levels):
+            for replica_id in sorted(self._buckets[level]) if len(self._buckets[level]) <= ORDERED_MAX else ():
                 if replica_id not in skip:
                     found.append(replica_id)
                     if len(found) >= count:

@@ -40,6 +40,10 @@ OUTPUT_TOKENS_GUESS = 128
 CHUNK_TOKENS_GUESS = 2_048
 """Token budget per step of a replica that has not told its own (vLLM's usual default)."""
 
+WORK_WEIGHT = 0.5
+"""Weight of a request's own computation in its cost, beside its TTFT: what an engine computes now, whoever comes next
+waits for. 0 would compute a prefix again on an idle replica as soon as that is a millisecond faster."""
+
 DECODE_LOAD_SHARE = 0.25
 """Load of one KV token of a decoding stream, in prefill tokens: over some 128 further steps it costs about 0.3 on an
 H200 with an 8B model (c = 0.029 ms per 1,000 tokens and step, d = 0.015 ms)."""
@@ -77,6 +81,8 @@ class Estimate:
     uncached_tokens: float
     """Prompt tokens to compute, as far as the strength trusts the hit."""
     load_tokens: float
+    cost_ms: float
+    """TTFT and what its computation costs others, by which replicas are ranked."""
     bounded_tokens: float
     """Load without the backlog that may be the computation of this request's own prefix."""
 
@@ -96,7 +102,7 @@ class Standing:
 
     __slots__ = (
         "_chunk_tokens", "_end_ms", "_kv_room", "_running", "_slot_ends", "_step", "_step_ms", "_token_ms",
-        "kind", "kv_tokens", "load_tokens", "prefill_tokens", "requests",
+        "kind", "kv_tokens", "kv_tokens_max", "load_tokens", "prefill_tokens", "requests",
     )  # fmt: skip
 
     def __init__(
@@ -112,6 +118,7 @@ class Standing:
         self.requests = requests
         self.prefill_tokens = prefill_tokens
         self.kv_tokens = kv_tokens
+        self.kv_tokens_max = kv_tokens_max
         self.load_tokens = load_tokens(requests, prefill_tokens, kv_tokens)
         running, self._slot_ends = requests, 0
         if running_seqs_max and requests >= running_seqs_max:
@@ -142,6 +149,15 @@ class Standing:
             for_kv = math.ceil((uncached_tokens - self._kv_room) * self._running / self.kv_tokens)
             ends = max(ends, min(for_kv, self.requests))
         return ms + ends * self._end_ms if ends else ms
+
+    def compute_ms(self, uncached_tokens: float) -> float:
+        """Time the engine spends on so many prompt tokens."""
+        return self._token_ms * uncached_tokens
+
+    def gap_ms(self, prompt_tokens: int) -> float:
+        """Predicted gap of the streams there once all that waits decodes, one more of ``prompt_tokens`` among them."""
+        kv_tokens = self.kv_tokens + self.prefill_tokens + prompt_tokens
+        return predict_step_ms(self._step, self._running + 1, kv_tokens, 0)
 
 
 def load_tokens(requests: int, prefill_tokens: int, kv_tokens: int) -> float:
@@ -192,11 +208,14 @@ def estimate_at(request: Request, standing: Standing, hit_blocks: int, strength:
     load = standing.load_tokens
     if not hit_blocks:
         uncached = float(request.prompt_tokens) or 1.0
-        return Estimate(standing.ttft_ms(uncached), 0, uncached, load, load)
+        ttft_ms = standing.ttft_ms(uncached)
+        return Estimate(ttft_ms, 0, uncached, load, ttft_ms + WORK_WEIGHT * standing.compute_ms(uncached), load)
     hit_tokens = min(hit_blocks * request.block_tokens, request.prompt_tokens)
     uncached = max(1.0, request.prompt_tokens - strength * hit_tokens)
     own_backlog = min(hit_tokens, standing.prefill_tokens)
-    return Estimate(standing.ttft_ms(uncached), hit_tokens, uncached, load, load - own_backlog)
+    ttft_ms = standing.ttft_ms(uncached)
+    cost_ms = ttft_ms + WORK_WEIGHT * standing.compute_ms(uncached)
+    return Estimate(ttft_ms, hit_tokens, uncached, load, cost_ms, load - own_backlog)
 
 
 def estimate(request: Request, view: ReplicaView, hit_blocks: int, strength: float, config: RoutingConfig) -> Estimate:

@@ -41,6 +41,8 @@ class PrefixIndex:
         if blocks_max < 1:
             raise ValueError(f"blocks_max must be at least 1, is {blocks_max}")
         self._blocks_max = blocks_max
+        self.blocks_bound: int | None = None
+        """Entries that are kept where that is less than ``blocks_max``: what engines can hold, as far as is known."""
         self._masks: OrderedDict[BlockHash, int] = OrderedDict()
         self._bits: dict[ReplicaId, int] = {}
         self._owners: list[ReplicaId] = []
@@ -108,7 +110,10 @@ class PrefixIndex:
         for block in reversed(blocks[: self._blocks_max]):
             masks[block] = get(block, 0) | bit
             move_to_end(block)
-        for _ in range(len(masks) - self._blocks_max):
+        bound = self._blocks_max
+        if self.blocks_bound is not None and self.blocks_bound < bound:
+            bound = max(len(blocks), self.blocks_bound)
+        for _ in range(len(masks) - min(bound, self._blocks_max)):
             masks.popitem(last=False)
 
     def remove_replica(self, replica_id: ReplicaId) -> None:

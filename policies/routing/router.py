@@ -1,15 +1,20 @@
 """Ranks the replicas for one request by the TTFT predicted for each (see :mod:`policies.routing.predict`).
 
 1. Skip what is unavailable. Nobody left: an empty choice, with the reason.
-2. Predict. Replicas within ``TIE_SHARE`` (at least ``TIE_MS_MIN``) of the least TTFT are equals: a prediction
-   is no better than that. Equals are ordered by least uncached prompt tokens (the fleet's work), then by rendezvous
-   hashing of the prompt's first block, so that several gateways send a prefix that nobody holds to the same replica
-   without talking. Prompts too short for a block have no prefix to keep together: equals go by least load.
+2. Predict, and rank by cost: TTFT plus a share of the computation, which those that come later wait for
+   (``WORK_WEIGHT``). Replicas within ``TIE_SHARE`` of the TTFT (at least ``TIE_MS_MIN``) of the least cost are equals:
+   a prediction is no better than that. Equals are ordered by least uncached prompt tokens (the fleet's work), then by
+   rendezvous hashing of the prompt's first block, so that several gateways send a prefix that nobody holds to the same
+   replica without talking. Where somebody holds some of it, or the prompt is too short for a block, there is nothing to
+   agree on: equals go by least load.
 3. Bounded load: a replica whose load is above ``load_bound * mean + slack`` goes behind all others, never away; all
    others keep their affinity. ``slack`` is ``load_slack_tokens``, or the load of one stream like the request where that
    is more (a single long stream is no hot spot). Not counted is backlog that may be the computation of the request's
    own prefix (``min(hit_tokens, backlog)``): a burst of one cold prefix follows its first instead of computing it
    everywhere.
+
+4. The promise: replicas that would serve the request within the objectives go first; where nobody would, those that are
+   late already (see :mod:`policies.routing.lateness`).
 
 A tier holds one replica each, because the order within it matters. ``strategy="random"`` shuffles: a baseline.
 
@@ -25,13 +30,18 @@ from collections.abc import Collection, Mapping, Sequence
 from random import Random
 from typing import TypeAlias
 
-from policies.config import RoutingConfig
+from policies.config import ObjectivesConfig, RoutingConfig
+from policies.routing.board import Board
 from policies.routing.fleet import Fleet
+from policies.routing.lateness import by_promise, promise
 from policies.routing.predict import Estimate, Standing, estimate_at, load_tokens, standing_of
 from policies.routing.prefix_index import Levels, PrefixIndex, hit_blocks
 from policies.routing.rendezvous import score, text_key
 from policies.routing.shortlist import SIZE, TIE_MS_MIN, TIE_SHARE, Shortlist, make_shortlist
 from policies.types import Reason, ReplicaId, ReplicaView, Request, RouteChoice
+
+OWN_SHARE_SMOOTHING = 0.01
+"""Weight of the newest choice in a gateway's share of the fleet's requests."""
 
 NAMED_MAX = 8
 """Replicas named where nobody is available."""
@@ -44,8 +54,13 @@ _Rank: TypeAlias = tuple[float, float, float, int, ReplicaId]
 class Router:
     """Chooses replicas and remembers which prefixes were sent where."""
 
-    def __init__(self, config: RoutingConfig, index: PrefixIndex, rng: Random) -> None:
+    def __init__(
+        self, config: RoutingConfig, index: PrefixIndex, rng: Random, objectives: ObjectivesConfig | None = None
+    ) -> None:
         self._config = config
+        self._own_share = 1.0
+        """Smoothed share of the fleet's open requests that are this gateway's."""
+        self._promise = promise(objectives, config.late_ms_max) if objectives and config.late_ms_max > 0 else None
         self._index = index
         self._rng = rng
 
@@ -77,6 +92,7 @@ class Router:
         many replicas, and fewer only where fewer are available.
         """
         board = fleet.board(now_ns)
+        self._bound_belief(request, fleet, board)
         levels = self._index.levels(self._indexed(request))
         shortlist = make_shortlist(request, fleet, board, exclude, self._index, levels, self._rng, now_ns)
         if not shortlist.standings:
@@ -91,6 +107,17 @@ class Router:
     def forget(self, replica_id: ReplicaId) -> None:
         """Drop what a replica that left was believed to hold."""
         self._index.remove_replica(replica_id)
+
+    def _bound_belief(self, request: Request, fleet: Fleet, board: Board) -> None:
+        """Believe in no more blocks than this gateway's share of all KV caches holds: what is older was evicted."""
+        kv_tokens_max = board.kv_tokens_max
+        if kv_tokens_max is None:
+            self._index.blocks_bound = None
+            return
+        if board.requests:
+            own = min(1.0, fleet.own_requests / board.requests)
+            self._own_share += OWN_SHARE_SMOOTHING * (own - self._own_share)
+        self._index.blocks_bound = int(kv_tokens_max * self._own_share / request.block_tokens)
 
     def _indexed(self, request: Request) -> Sequence[int]:
         return request.blocks[: self._config.request_blocks_max]
@@ -110,7 +137,7 @@ class Router:
             self._rng.shuffle(order)
             reason = Reason("random", f"any of {len(order)} replicas, {_words(order, estimates, request)}")
         else:
-            order, reason = self._rank(request, estimates, shortlist.homes, mean_load_tokens)
+            order, reason = self._rank(request, estimates, shortlist, mean_load_tokens)
         return RouteChoice(
             tuple([(r,) for r in order]),
             reason,
@@ -130,19 +157,27 @@ class Router:
         self,
         request: Request,
         estimates: Mapping[ReplicaId, Estimate],
-        homes: Sequence[ReplicaId] | None,
+        shortlist: Shortlist,
         mean_load_tokens: float,
     ) -> tuple[list[ReplicaId], Reason]:
-        least_ms = min([e.ttft_ms for e in estimates.values()])
-        order = _order(request, estimates, homes, least_ms + max(TIE_MS_MIN, TIE_SHARE * least_ms))
+        least_ms, ttft_ms = min([(e.cost_ms, e.ttft_ms) for e in estimates.values()])
+        order = _order(request, estimates, shortlist.homes, least_ms + max(TIE_MS_MIN, TIE_SHARE * ttft_ms))
         preferred = order[0]
         bound = self._load_bound(request, mean_load_tokens)
         behind = [r for r in order if estimates[r].bounded_tokens > bound]
         if behind:
             order = [r for r in order if r not in behind] + behind
+        bounded, nobody_in_time = order[0], False
+        if self._promise is not None:
+            order, nobody_in_time = by_promise(self._promise, request, order, estimates, shortlist.standings)
         words = _words(order, estimates, request)
         if len(order) == 1:
             return order, Reason("only_replica", words)
+        if nobody_in_time:
+            return order, Reason("late", f"{words}; nobody can serve it in time: it joins those that are late there")
+        if order[0] != bounded:
+            words += f"; {bounded} passed over: there it would be late, or make streams slow"
+            return order, Reason("in_time", words)
         if order[0] != preferred:
             over = estimates[preferred].bounded_tokens
             words += f"; {preferred} passed over: its load of {over:,.0f} tokens is above the bound of {bound:,.0f}"
@@ -162,10 +197,10 @@ def _order(
     request: Request, estimates: Mapping[ReplicaId, Estimate], homes: Sequence[ReplicaId] | None, equal_ms_max: float
 ) -> list[ReplicaId]:
     """Best first: those within ``equal_ms_max`` as equals, the rest by TTFT."""
-    by_load = not request.blocks
+    by_load = not request.blocks or any(e.hit_tokens for e in estimates.values())
     ranks = [
         (
-            0.0 if e.ttft_ms <= equal_ms_max else e.ttft_ms,
+            0.0 if e.cost_ms <= equal_ms_max else e.cost_ms,
             e.uncached_tokens,
             e.load_tokens if by_load else 0.0,
             homes.index(r) if homes and r in homes else SIZE,
@@ -174,7 +209,7 @@ def _order(
         for r, e in estimates.items()
     ]
     if homes is None:
-        key = text_key(request.request_id) if by_load else request.blocks[0]
+        key = request.blocks[0] if request.blocks else text_key(request.request_id)
         return [rank[-1] for rank in _weighed(sorted(ranks), key)]
     return [rank[-1] for rank in sorted(ranks)]
 

@@ -7,6 +7,7 @@ Up to :data:`SIZE` available replicas: all of them. Beyond, :data:`SIZE` of them
 * where nobody holds any: the prompt's homes, the first :data:`HOMES` on the ring that follow its first block and are
   about as fast as the fastest, so that several gateways send a prefix that is new to all of them to the same replica;
 * the least loaded of each kind of replica (there is always one below the load bound, and in a mixed fleet a fast one);
+* those with the longest TTFT, for requests that nobody can serve in time;
 * the rest: those with the least TTFT for a prompt of a usual length.
 
 The board keeps these orders to a tenth; equals are drawn by the gateway's own random numbers, so that gateways that
@@ -44,6 +45,9 @@ TIE_MS_MIN = 5.0
 
 KINDS = 3
 """Kinds of replicas that are looked at, the fastest first."""
+
+LATEST = 2
+"""Replicas with the longest TTFT that are looked at: where those go that nobody can serve in time."""
 
 OF_A_KIND = 2
 OF_A_KIND_SEEN = 8
@@ -86,6 +90,9 @@ def make_shortlist(
         seen.sort(key=lambda r: available[r].load_tokens)
         chosen += seen[:OF_A_KIND]
     taken.update(chosen)
+    latest = board.by_ttft.most(LATEST, taken)
+    chosen += latest
+    taken.update(latest)
     chosen += board.by_ttft.least(SIZE - len(chosen), turn, taken)
     return Shortlist(fleet.standings(chosen, now_ns), homes)
 

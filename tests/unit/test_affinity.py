@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from policies.affinity import AffinityLoop, AffinityMove
+from policies.affinity import REQUESTS_MIN, AffinityLoop, AffinityMove
 from policies.config import AffinityConfig
 from tests.unit.control.fleet import gateway_report, replica_report
 
@@ -83,11 +83,26 @@ def test_realised_hits_alone_say_nothing() -> None:
     assert loop.step(hot_spot=False).reason.code == "TooLittleSeen"
 
 
-def test_a_hot_spot_lowers_the_strength_whatever_the_trust() -> None:
+def test_a_hot_spot_lowers_the_strength_unless_predictions_come_true() -> None:
     loop = AffinityLoop(CONFIG, 1.0)
-    move = feed(loop, realised=0.8, predicted=0.8, hot_spot=True)
+    move = feed(loop, realised=0.5, predicted=0.8, hot_spot=True)
     assert move.after == 0.9
     assert move.reason.code == "HotSpot"
+    assert feed(loop, realised=0.8, predicted=0.8, hot_spot=True).reason.code == "PredictionsTrue"
+
+
+def test_a_few_long_prompts_say_nothing() -> None:
+    loop = AffinityLoop(CONFIG, 1.0)
+    for _ in range(REQUESTS_MIN // 8 - 1):
+        loop.receive_gateway(
+            gateway_report(
+                routed={"r1": 8}, predicted_prompt_tokens={"r1": 80_000}, predicted_hit_tokens={"r1": 60_000}
+            )
+        )
+        loop.receive_replica(replica_report(prefix_query_tokens=80_000))
+        assert loop.step(hot_spot=False).reason.code == "TooLittleSeen"
+    loop.receive_replica(replica_report(prefix_query_tokens=80_000))
+    assert loop.step(hot_spot=False).reason.code == "CacheCold"
 
 
 def test_a_start_value_outside_the_bounds_is_brought_inside() -> None:

@@ -12,6 +12,7 @@ from policies.batching import (
     BRAKE_QUIET_TICKS,
     DECODE_SHARE,
     ITL_SHARE_MIN,
+    KEEP_UP_STEPS,
     OUT_OF_REACH_FACTOR,
     PREFILL_TOKENS_MIN,
     RAISE_SHARE_MIN,
@@ -399,3 +400,60 @@ def test_the_brake_is_released_slowly_to_the_models_value() -> None:
     assert r.tuner.wish.running_seqs_max == 12
     r.seconds(20 * BRAKE_QUIET_TICKS)
     assert r.tuner.wish.running_seqs_max == 16
+
+
+# --- keeping up with prompts ------------------------------------------------------------------------------------------
+
+GPU = StepCoefficients(a_ms=7.0, b_ms=0.025, c_ms=0.05, d_ms=0.02, samples=1_000, error_share=0.02)
+"""About an H100 with an 8B model: 16 streams of 10,000 tokens take 15.4 ms a step."""
+TIGHT = ObjectivesConfig(itl_ms=50.0)
+
+
+def gpu_point(**changes: Any) -> BatchPoint:
+    values: dict[str, Any] = {"model": GPU, "kv_tokens": 160_000, "kv_tokens_max": 450_000, "step_tokens_hard": 8_192}
+    return point(**(values | changes))
+
+
+def test_few_prompts_leave_the_budget_to_the_gaps() -> None:
+    knobs, reason, _ = solve(gpu_point(prefill_tps=2_000.0), TIGHT, CONFIG)
+    assert reason.code == "WithinItl"
+    assert knobs.step_tokens_max == solve(gpu_point(), TIGHT, CONFIG)[0].step_tokens_max
+
+
+def test_an_aim_that_shrank_does_not_let_prompts_queue() -> None:
+    # 10,000 tokens/s, three times as fast: 30 a ms. room * (1 - 0.6) = 30 * 15.4: 1,155 tokens beside 16 streams.
+    shrunk = gpu_point(itl_share=0.35)
+    assert (solve(shrunk, TIGHT, CONFIG)[0].step_tokens_max or 0) < 150
+    knobs, reason, _ = solve(replace(shrunk, prefill_tps=10_000.0), TIGHT, CONFIG)
+    assert reason.code == "KeepsUp"
+    assert knobs.step_tokens_max == pytest.approx(1_171, abs=2)
+
+
+def test_keeping_up_stretches_a_step_to_the_objective_or_three_decode_steps_at_most() -> None:
+    def step_ms(p: BatchPoint) -> float:
+        tokens = solve(p, TIGHT, CONFIG)[0].step_tokens_max or 0
+        return predict_step_ms(GPU, p.running, p.kv_tokens, tokens - p.running)
+
+    flood = gpu_point(prefill_tps=40_000.0, itl_share=0.25)
+    assert step_ms(flood) == pytest.approx(50.0, abs=0.1)
+    heavy = replace(flood, kv_tokens=400_000)
+    assert step_ms(heavy) == pytest.approx(KEEP_UP_STEPS * predict_step_ms(GPU, 16, 400_000, 0), abs=0.1)
+    assert solve(replace(flood, step_tokens_hard=512), TIGHT, CONFIG)[0].step_tokens_max == 512
+
+
+def test_a_flood_of_prompts_raises_a_shrunk_budget_at_once_and_a_lull_does_not_lower_it_at_once() -> None:
+    r = Replica(replace(CONFIG, settle_ticks=0), TIGHT)
+    quiet: dict[str, Any] = {
+        "step_model": GPU, "kv_tokens_used": 160_000, "kv_tokens_max": 450_000, "step_tokens_hard": 8_192,
+        "running_seqs_hard": 256, "itl": histogram(*[20.0] * 20),
+    }  # fmt: skip
+    r.seconds(3, **quiet)
+    r.tuner._itl_share = 0.35
+    r.seconds(3, **quiet)
+    low = r.tuner.wish.step_tokens_max or 0
+    flood = r.second(**quiet, prefill_tokens=120_000)
+    assert flood.reason.code == "KeepsUp"
+    assert (flood.after.step_tokens_max or 0) > 2 * low
+    high = flood.after.step_tokens_max or 0
+    r.tuner._itl_share = 0.35
+    assert all(m.after.step_tokens_max == high for m in r.seconds(8, **quiet))

@@ -131,3 +131,18 @@ def test_more_replicas_than_one_machine_word() -> None:
 def test_the_bound_must_allow_an_entry() -> None:
     with pytest.raises(ValueError, match="blocks_max"):
         PrefixIndex(0)
+
+
+def test_what_engines_can_hold_bounds_the_belief_but_not_one_prompt() -> None:
+    index = PrefixIndex(100)
+    index.blocks_bound = 6
+    index.add(chain(0, 4), "a")
+    index.add(chain(1, 4), "b")
+    assert len(index) == 6
+    assert index.hit_blocks(chain(0, 4)) == {"a": 2}
+    assert index.hit_blocks(chain(1, 4)) == {"b": 4}
+    index.add(chain(2, 9), "c")
+    assert index.hit_blocks(chain(2, 9)) == {"c": 9}
+    index.blocks_bound = None
+    index.add(chain(0, 4), "a")
+    assert len(index) == 13
