@@ -8,10 +8,11 @@ export PYTHON
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest --quiet
 UNIT := tests/unit tests/test_architecture.py
-PROPERTY := tests/property
+PROPERTY := tests/property tests/sim
 STACK := tests/contract tests/serve
 ENGINE := tests/engine
-BENCHES := startup added_ttft relay_cpu affinity token_budget scaling controller_kill
+BENCHES := startup added_ttft relay_cpu affinity token_budget scaling controller_kill control_tick sim_accuracy sim_speed \
+	sim_live compare dynamo_r1
 
 .PHONY: help serve stop model doctor check format lint types imports unit property test stack engine sim bench lock install dev
 
