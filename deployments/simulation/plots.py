@@ -29,8 +29,8 @@ STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)),
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
-BINS = 120
-"""Points of a line over time."""
+BINS_MAX = 120
+"""Points of a line over time; fewer where they would be closer than a second."""
 
 DISTRIBUTION_POINTS = 400
 
@@ -127,10 +127,16 @@ def _end_s(arms: Sequence[Arm]) -> float:
 
 
 def _binned(times_s: Sequence[float], values: Sequence[float], end_s: float) -> list[list[float]]:
-    bins: list[list[float]] = [[] for _ in range(BINS)]
+    count = bins_of(end_s)
+    bins: list[list[float]] = [[] for _ in range(count)]
     for at_s, value in zip(times_s, values, strict=True):
-        bins[min(BINS - 1, int(at_s / end_s * BINS))].append(value)
+        bins[min(count - 1, int(at_s / end_s * count))].append(value)
     return bins
+
+
+def bins_of(end_s: float) -> int:
+    """Return how many bins a run of ``end_s`` is drawn in."""
+    return max(10, min(BINS_MAX, int(end_s)))
 
 
 def load_and_replicas(arms: Sequence[Arm]) -> Figure:
@@ -138,8 +144,8 @@ def load_and_replicas(arms: Sequence[Arm]) -> Figure:
     figure, (above, below) = new_figure(2, 7.5, share_x=True)
     end_s = _end_s(arms)
     unit_s, unit = time_unit(end_s)
-    width_s = end_s / BINS
-    middles = [(i + 0.5) * width_s / unit_s for i in range(BINS)]
+    width_s = end_s / bins_of(end_s)
+    middles = [(i + 0.5) * width_s / unit_s for i in range(bins_of(end_s))]
     for i, arm in enumerate(arms):
         records = arm.result.records
         arrivals_s = [at / 1e9 for at in records.arrival_ns]
@@ -160,6 +166,7 @@ def load_and_replicas(arms: Sequence[Arm]) -> Figure:
     below.set_title("Replicas (thin: wished for, thick: ready)")
     below.set_xlabel(f"time ({unit})")
     below.set_xlim(0, end_s / unit_s)
+    _whole_ticks(below.yaxis)
     for panel in (above, below):
         panel.set_ylim(bottom=0)
         legend(panel)
@@ -182,6 +189,7 @@ def ttft_over_time(arms: Sequence[Arm], objectives: ObjectivesConfig) -> Figure:
     figure, panels = new_figure(2, 7.5, share_x=True)
     end_s = _end_s(arms)
     unit_s, unit = time_unit(end_s)
+    width_s = end_s / bins_of(end_s)
     for panel, q in zip(panels, (0.5, objectives.quantile), strict=True):
         for i, arm in enumerate(arms):
             records = arm.result.records
@@ -191,9 +199,7 @@ def ttft_over_time(arms: Sequence[Arm], objectives: ObjectivesConfig) -> Figure:
                 if not math.isnan(ttft)
             ]
             bins = _binned([at for at, _ in known], [ttft for _, ttft in known], end_s)
-            points = [
-                ((k + 0.5) * end_s / BINS / unit_s, percentile(sorted(b), q) / 1e3) for k, b in enumerate(bins) if b
-            ]
+            points = [((k + 0.5) * width_s / unit_s, percentile(sorted(b), q) / 1e3) for k, b in enumerate(bins) if b]
             panel.plot([x for x, _ in points], [y for _, y in points], label=arm.name, **look(i))
         _objective_line(panel, objectives.ttft_ms / 1e3, "s", across=True)
         panel.set_yscale("log")
@@ -213,6 +219,12 @@ def _objective_line(panel: Axes, value: float, unit: str, *, across: bool) -> No
         panel.axhline(value, label=label, **style)
     else:
         panel.axvline(value, label=label, **style)
+
+
+def _whole_ticks(axis: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _plain_ticks(axis: Any) -> None:
