@@ -15,7 +15,7 @@ from autoscaling.planning.judge import Broken
 from autoscaling.planning.load import LoadFigures
 from autoscaling.simulator.comparison import Json, finite, summary_json
 from deployments.simulation import plots
-from deployments.simulation.tables import number, share
+from deployments.simulation.tables import number, print_table, share
 
 HOURS_PER_MONTH = 730.0
 
@@ -153,7 +153,7 @@ def _print_kinds(console: Console, plan: Plan) -> None:
     for outcome in plan.outcomes:
         price = "-" if math.isnan(outcome.usd_per_hour) else f"{outcome.usd_per_hour:.2f}"
         table.add_row(escape(outcome.words), outcome.status, price, escape(outcome.text))
-    console.print(table)
+    print_table(console, table)
     console.print()
 
 
@@ -168,7 +168,7 @@ def _print_tried(console: Console, plan: Plan) -> None:
             escape(trial.candidate.words()), trial.scope, "yes" if trial.holds else "no", share(worst.attainment),
             number(worst.ttft_ms), number(worst.itl_ms), f"{trial.usd_per_hour:.2f}", escape(broke),
         )  # fmt: skip
-    console.print(table)
+    print_table(console, table)
     if len(plan.trials) > len(shown):
         console.print(f"and {len(plan.trials) - len(shown)} dearer ones")
 

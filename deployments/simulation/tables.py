@@ -7,7 +7,7 @@ are a dash, and nothing is told by colour alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
 
 from rich.box import SIMPLE_HEAD
@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autoscaling.simulator.comparison import METRIC_BY_KEY, Compared, Metric, Spread
-from autoscaling.simulator.report import Latency, Summary
+from autoscaling.simulator.report import Latency, PoolSummary, Summary
 
 PIPE_COLUMNS = 240
 """Width away from a terminal: wide enough for eight arms."""
@@ -39,6 +39,19 @@ def console_for(console: Console | None = None) -> Console:
     if not console.is_terminal:
         console.width = PIPE_COLUMNS
     return console
+
+
+def natural_width(console: Console, table: Table) -> int:
+    """Return the columns that ``table`` needs to be whole."""
+    return console.measure(table, options=console.options.update(width=10_000)).maximum
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print ``table`` whole: where the terminal is too narrow its lines run on in the next, no figure is cut off."""
+    before = console.width
+    console.width = max(before, natural_width(console, table))
+    console.print(table)
+    console.width = before
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -98,8 +111,8 @@ def print_summary(console: Console, summary: Summary, note: str = "") -> None:
     console.print(f"[bold]{escape(head)}[/]{escape(note)}", soft_wrap=True)
     for label, text in _lines(summary):
         console.print(f"  {label:<20}{escape(text)}", soft_wrap=True)
-    console.print(_latencies(summary))
-    console.print(_pools(summary))
+    print_table(console, _latencies(summary))
+    print_table(console, _pools(summary))
 
 
 def _lines(summary: Summary) -> Iterable[tuple[str, str]]:
@@ -141,14 +154,20 @@ def _latencies(summary: Summary) -> Table:
 
 
 def _pools(summary: Summary) -> Table:
-    table = _table(
-        "fleet", "role", "replicas, mean", "most", "starts", "turns", "busy", "preemptions", "GPU-hours", "$"
-    )
-    for p in summary.pools:
-        table.add_row(
-            escape(p.profile), p.role, f"{p.replicas_mean:.2f}", str(p.replicas_max), str(p.starts),
-            str(p.direction_changes), share(p.busy_share), number(p.preemptions), number(p.gpu_hours), number(p.usd),
-        )  # fmt: skip
+    table = _table("fleet", *(escape(p.profile) for p in summary.pools))
+    rows: list[tuple[str, Callable[[PoolSummary], str]]] = [
+        ("role", lambda p: p.role),
+        ("replicas, mean", lambda p: f"{p.replicas_mean:.2f}"),
+        ("replicas, most", lambda p: str(p.replicas_max)),
+        ("starts", lambda p: str(p.starts)),
+        ("turns", lambda p: str(p.direction_changes)),
+        ("busy", lambda p: share(p.busy_share)),
+        ("preemptions", lambda p: number(p.preemptions)),
+        ("GPU-hours", lambda p: number(p.gpu_hours)),
+        ("cost ($)", lambda p: number(p.usd)),
+    ]
+    for label, text in rows:
+        table.add_row(label, *map(text, summary.pools))
     return table
 
 
@@ -160,17 +179,31 @@ def print_comparison(console: Console, arms: Sequence[Compared]) -> None:
     seeds = max(len(arm.runs) for arm in arms)
     over = f", median (lowest..highest) of {seeds} seeds" if seeds > 1 else ""
     console.print(f"[bold]comparison[/]{over}; x: ratio to {escape(arms[0].name)}", soft_wrap=True)
-    table = _table("", *(escape(arm.name) for arm in arms))
+    begin = 0
+    while begin < len(arms):
+        end = len(arms)
+        table = _compared(arms, begin, end)
+        while end > begin + 1 and natural_width(console, table) > console.width:
+            end -= 1
+            table = _compared(arms, begin, end)
+        print_table(console, table)
+        begin = end
+
+
+def _compared(arms: Sequence[Compared], begin: int, end: int) -> Table:
+    """Return the columns of some of ``arms``; the rows are the same for all."""
+    table = _table("", *(escape(arm.name) for arm in arms[begin:end]))
     for key in COMPARED:
         metric = METRIC_BY_KEY[key]
         if key in ZERO_HIDDEN and all(arm.figures[key].high == 0 for arm in arms):
             continue
-        cells = [spread_text(metric, arm.figures[key], len(arm.runs)) for arm in arms]
-        for i, arm in enumerate(arms):
+        cells = []
+        for i, arm in enumerate(arms[begin:end], begin):
             times = ratio_text(arm.ratios[key], len(arm.runs)) if i else ""
-            cells[i] = f"{cells[i]}  {times}" if times else cells[i]
+            text = spread_text(metric, arm.figures[key], len(arm.runs))
+            cells.append(f"{text}  {times}" if times else text)
         table.add_row(row_label(metric), *cells)
-    console.print(table)
+    return table
 
 
 def _table(first: str, *others: str) -> Table:
