@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
+from autoscaling.simulator.gaps import GapCounts
 from autoscaling.simulator.spec import SimRequest
 from policies.types import Histogram, StepCoefficients
 
@@ -109,7 +110,9 @@ class EngineWindow:
     steps: int
     busy_ms: float
     itl: Histogram
-    """One count per decoding job and step, in the bucket of the step's duration."""
+    """One count per decoding job and step, in the bucket of the step's duration: what a live replica reports."""
+    gaps: GapCounts
+    """The same in fine buckets, for the run's report."""
     finished: int
     aborted: int
     step_model: StepCoefficients

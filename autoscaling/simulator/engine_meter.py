@@ -58,9 +58,10 @@ class Meter:
 
     def take(self) -> EngineWindow:
         """Close the window and open the next."""
+        gaps = self._gaps.take()
         window = EngineWindow(
             self.prefill_tokens, self.written_tokens, self.query_tokens, self.hit_tokens, self.preemptions, self.steps,
-            self.busy_ns / 1e6, self._gaps.take(), self.finished, self.aborted, self.step_model(),
+            self.busy_ns / 1e6, gaps.live(), gaps, self.finished, self.aborted, self.step_model(),
         )  # fmt: skip
         self._clear()
         return window

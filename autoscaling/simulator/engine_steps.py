@@ -14,9 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
-from policies.types import LATENCY_BOUNDS_MS, Histogram
-
-_BOUNDS_NS = tuple(round(bound * 1e6) for bound in LATENCY_BOUNDS_MS)
+from autoscaling.simulator.gaps import BOUNDS_NS, GapCounts
 
 
 def steps_ns(first_ns: int, growth_ns: int, steps: int) -> int:
@@ -97,31 +95,32 @@ class Run:
 
 
 class Gaps:
-    """Token gaps per bucket, added a run at a time."""
+    """Token gaps per fine bucket, added a run at a time."""
 
     __slots__ = ("_counts", "_sum_ns")
 
     def __init__(self) -> None:
-        self._counts = [0] * (len(_BOUNDS_NS) + 1)
+        self._counts: dict[int, int] = {}
         self._sum_ns = 0
 
     def add(self, first_ns: int, growth_ns: int, steps: int, sequences: int, total_ns: int) -> None:
         """``sequences`` gaps for each of ``steps`` steps, which last ``total_ns`` together."""
         counts = self._counts
-        bucket = bisect_left(_BOUNDS_NS, first_ns)
-        last = bisect_left(_BOUNDS_NS, first_ns + growth_ns * (steps - 1))
+        bucket = bisect_left(BOUNDS_NS, first_ns)
+        last = bisect_left(BOUNDS_NS, first_ns + growth_ns * (steps - 1))
         self._sum_ns += total_ns * sequences
         done = 0
         while bucket < last:
-            within = (_BOUNDS_NS[bucket] - first_ns) // growth_ns + 1
-            counts[bucket] += (within - done) * sequences
-            done = within
+            within = (BOUNDS_NS[bucket] - first_ns) // growth_ns + 1
+            if within > done:
+                counts[bucket] = counts.get(bucket, 0) + (within - done) * sequences
+                done = within
             bucket += 1
-        counts[last] += (steps - done) * sequences
+        counts[last] = counts.get(last, 0) + (steps - done) * sequences
 
-    def take(self) -> Histogram:
+    def take(self) -> GapCounts:
         """Everything since the last call."""
-        histogram = Histogram(tuple(self._counts), self._sum_ns / 1e6)
-        self._counts = [0] * (len(_BOUNDS_NS) + 1)
-        self._sum_ns = 0
-        return histogram
+        gaps = GapCounts()
+        gaps.counts, gaps.sum_ms = self._counts, self._sum_ns / 1e6
+        self._counts, self._sum_ns = {}, 0
+        return gaps

@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from policies.types import Decision, Histogram
+from autoscaling.simulator.gaps import GapCounts
+from policies.types import Decision
 
 
 class Names:
@@ -161,7 +162,7 @@ class PoolUse:
     prefix_hit_tokens: int
     busy_share: float
     """Mean share of their ready time that engines spent in steps."""
-    itl: Histogram
+    itl: GapCounts
     timeline: list[FleetSample] = field(default_factory=list)
     """One sample per tick of the controller (at most one a second)."""
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from autoscaling.simulator.fit import FitError, law_from_coefficients
+from autoscaling.simulator.gaps import GapCounts
 from autoscaling.simulator.recorded import (
     FleetLine,
     Header,
@@ -349,7 +350,7 @@ def _pool_use(traffic: Traffic, history: FleetHistory, profile: EngineProfile, e
         prefix_query_tokens=sum(r.prefix_query_tokens for r in reports),
         prefix_hit_tokens=sum(r.prefix_hit_tokens for r in reports),
         busy_share=sum(b * w for b, w in busy) / covered if covered else 0.0,
-        itl=itl,
+        itl=GapCounts.of(itl),
         timeline=timeline,
     )
 

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from operator import add
 from random import Random
 from typing import TYPE_CHECKING
 
 from autoscaling.simulator.context import Attempt, Context, ns
 from autoscaling.simulator.engine import EngineEvent, EngineGauges, EngineWindow, Job, SimEngine
+from autoscaling.simulator.gaps import GapCounts
 from policies.events import RefusalKind, UpstreamFailure
 from policies.plan_follower import PlanFollower
-from policies.types import LATENCY_BOUNDS_MS, Histogram, Knobs, Mode, Plan, ReplicaReport, ReplicaState
+from policies.types import Knobs, Mode, Plan, ReplicaReport, ReplicaState
 
 if TYPE_CHECKING:
     from autoscaling.simulator.serve import PoolServe
@@ -54,25 +54,14 @@ GONE = (Phase.STOPPED, Phase.DEAD)
 class Totals:
     """What the replicas of a pool did, added up window by window."""
 
-    __slots__ = ("busy_ms", "itl_counts", "itl_sum_ms", "preemptions", "prefix_hit_tokens", "prefix_query_tokens")
+    __slots__ = ("busy_ms", "gaps", "preemptions", "prefix_hit_tokens", "prefix_query_tokens")
 
     def __init__(self) -> None:
         self.busy_ms = 0.0
         self.preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
-        self.itl_counts = [0] * (len(LATENCY_BOUNDS_MS) + 1)
-        self.itl_sum_ms = 0.0
-
-    def add_itl(self, itl: Histogram) -> None:
-        """Add one window's gaps."""
-        if itl.sum_ms:
-            self.itl_counts = list(map(add, self.itl_counts, itl.counts))
-            self.itl_sum_ms += itl.sum_ms
-
-    def itl(self) -> Histogram:
-        """All gaps so far."""
-        return Histogram(tuple(self.itl_counts), self.itl_sum_ms)
+        self.gaps = GapCounts()
 
 
 class Replica:

@@ -23,9 +23,9 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autoscaling.simulator.gaps import GapCounts
 from autoscaling.simulator.records import FleetSample, PoolUse, Records, RunResult
 from policies.config import ObjectivesConfig
-from policies.types import Histogram
 
 SUCCEEDED, FAILED, CANCELLED, REFUSED, LOST = "succeeded", "failed", "cancelled", "refused", "lost"
 """Outcomes of ``records.Row``."""
@@ -169,9 +169,9 @@ def summarise(result: RunResult, objectives: ObjectivesConfig, name: str | None 
     """Judge a run by ``objectives``; ``name`` replaces the scenario's in comparisons."""
     records = result.records
     kept = _Kept(records, objectives)
-    itl = Histogram()
+    itl = GapCounts()
     for pool in result.pools:
-        itl = itl.plus(pool.itl)
+        itl.add(pool.itl)
     ttfts = sorted_known(records.ttft_ms)
     span_s = max((a / 1e9 + e / 1e3 for a, e in zip(records.arrival_ns, records.e2e_ms, strict=True)), default=0.0)
     return Summary(
@@ -189,7 +189,7 @@ def summarise(result: RunResult, objectives: ObjectivesConfig, name: str | None 
         tasks=kept.tasks,
         tasks_succeeded=kept.tasks_succeeded,
         ttft=_latency(ttfts),
-        itl=_histogram_latency(itl),
+        itl=_gap_latency(itl),
         tpot=_latency(sorted(kept.tpots)),
         e2e=_latency(sorted(kept.e2es)),
         ttft_quantile_ms=percentile(ttfts, objectives.quantile),
@@ -305,8 +305,8 @@ def _latency(values: Sequence[float]) -> Latency:
     return Latency(*_four(lambda q: percentile(values, q)), mean, len(values))
 
 
-def _histogram_latency(histogram: Histogram) -> Latency:
-    return Latency(*_four(lambda q: _known(histogram.quantile_ms(q))), _known(histogram.mean_ms()), histogram.count)
+def _gap_latency(gaps: GapCounts) -> Latency:
+    return Latency(*_four(lambda q: _known(gaps.quantile_ms(q))), _known(gaps.mean_ms()), gaps.count)
 
 
 def _four(quantile: Callable[[float], float]) -> tuple[float, float, float, float]:

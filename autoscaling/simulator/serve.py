@@ -275,7 +275,7 @@ class PoolServe:
         totals.prefix_query_tokens += window.prefix_query_tokens
         totals.prefix_hit_tokens += window.prefix_hit_tokens
         if window.itl.sum_ms:
-            totals.add_itl(window.itl)
+            totals.gaps.add(window.gaps)
             if self.on_itl is not None:
                 self.on_itl(window.itl)
 
@@ -312,7 +312,7 @@ class PoolServe:
             prefix_query_tokens=totals.prefix_query_tokens,
             prefix_hit_tokens=totals.prefix_hit_tokens,
             busy_share=totals.busy_ms * 1e6 / self._served_ns if self._served_ns else 0.0,
-            itl=totals.itl(),
+            itl=totals.gaps,
             timeline=self.timeline,
         )
 
