@@ -12,6 +12,8 @@ What this must not do: compare clocks of two processes, or decide what the local
 
 from __future__ import annotations
 
+import math
+
 from policies.types import Plan, Sampled
 
 
@@ -20,19 +22,25 @@ class PlanFollower:
 
     def __init__(self) -> None:
         self._last: Sampled[Plan] | None = None
+        self._young_until_ns = 0
+        """Up to then the last plan is surely in force; beyond, its age decides."""
 
     def receive(self, plan: Plan, now_ns: int) -> bool:
         """Take a plan from the controller; ``True`` when it is now the one in force."""
         if self._last is not None and plan.epoch == self._last.value.epoch and plan.seq <= self._last.value.seq:
             return False
         self._last = Sampled(plan, now_ns)
+        self._young_until_ns = now_ns + int(plan.ttl_ms * 1e6) if plan.ttl_ms < math.inf else now_ns
         return True
 
     def current(self, now_ns: int) -> Plan | None:
         """The plan to act on; ``None`` before the first and once the last is older than its ``ttl_ms``."""
-        if self._last is None or self._last.age_ms(now_ns) > self._last.value.ttl_ms:
+        last = self._last
+        if last is None:
             return None
-        return self._last.value
+        if now_ns > self._young_until_ns and last.age_ms(now_ns) > last.value.ttl_ms:
+            return None
+        return last.value
 
     def age_ms(self, now_ns: int) -> float | None:
         """Age in ms of the last plan received, in force or not; ``None`` before the first."""

@@ -78,19 +78,18 @@ class Adapter:
     def _step_batch(self, signals: Signals, now_ns: int, drafts: list[Draft]) -> dict[ReplicaId, Knobs]:
         if not self._config.batching.enabled:
             return {}
-        known = {r.replica_id for r in signals.replicas}
-        for replica_id in [r for r in self._tuners if r not in known]:
-            del self._tuners[replica_id]
+        tuners, self._tuners = self._tuners, {}
         for replica in signals.replicas:
-            tuner = self._tuners.get(replica.replica_id)
+            replica_id = replica.latest.replica_id
+            tuner = tuners.get(replica_id)
             if tuner is None:
-                tuner = self._tuners[replica.replica_id] = BatchTuner(self._config.batching, self._config.objectives)
-            if not replica.fresh:
-                continue
-            move = tuner.step(replica.window, now_ns)
-            if move.changed:
-                drafts.append(_batch_draft(replica.replica_id, move))
-        return {r.replica_id: self._tuners[r.replica_id].wish for r in signals.replicas}
+                tuner = BatchTuner(self._config.batching, self._config.objectives)
+            self._tuners[replica_id] = tuner
+            if replica.fresh:
+                move = tuner.step(replica.window, now_ns)
+                if move.changed:
+                    drafts.append(_batch_draft(replica_id, move))
+        return {replica_id: tuner.wish for replica_id, tuner in self._tuners.items()}
 
     def _step_replicas(self, signals: Signals, now_ns: int, drafts: list[Draft]) -> ScaleAdvice | None:
         if not self._config.scaling.enabled:

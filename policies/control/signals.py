@@ -219,6 +219,8 @@ class _Reporter(Generic[R]):
         """Of each report in the window, after :meth:`window`, oldest first."""
         self.sums: list[int] = []
         """Of all reports in the window, after :meth:`window`; empty for an empty window."""
+        self.itl: Histogram | None = None
+        """Gaps of the window, while no report with counts came or went since they were summed."""
         self.last = first
         self._keep(first)
 
@@ -240,7 +242,7 @@ class _Reporter(Generic[R]):
     def window(self, now_ns: int) -> tuple[Sampled[R], ...]:
         """Reports of the last :data:`WINDOW_MS`, oldest first."""
         window = self._window
-        while window and window[0].age_ms(now_ns) > WINDOW_MS:
+        while window and (now_ns - window[0].received_ns) / 1e6 > WINDOW_MS:
             self._drop()
         return tuple(window)
 
@@ -251,9 +253,9 @@ class _Reporter(Generic[R]):
         self._window.append(sampled)
         self.times.append(times)
         if not self.sums:
-            self.sums = list(counts)
-        elif any(counts):
-            self.sums = list(map(add, self.sums, counts))
+            self.sums, self.itl = list(counts), None
+        elif any(counts) or times[1]:
+            self.sums, self.itl = list(map(add, self.sums, counts)), None
         else:
             counts = ()
         self._counts.append(counts)
@@ -265,7 +267,7 @@ class _Reporter(Generic[R]):
         if not self._window:
             self.sums = []
         elif counts:
-            self.sums = list(map(sub, self.sums, counts))
+            self.sums, self.itl = list(map(sub, self.sums, counts)), None
 
 
 class _Reporters(Generic[R]):
@@ -276,6 +278,7 @@ class _Reporters(Generic[R]):
         self._figures_of = figures_of
         self._config = config
         self._by_id: dict[str, _Reporter[R]] = {}
+        self._sorted: list[_Reporter[R]] | None = None
         self.refused = 0
 
     def receive(self, name: str, report: R, now_ns: int) -> bool:
@@ -288,6 +291,7 @@ class _Reporters(Generic[R]):
         if len(self._by_id) >= self._max and not self._make_room(now_ns):
             self.refused += 1
             return False
+        self._sorted = None
         self._by_id[name] = _Reporter(Sampled(report, now_ns), self._figures_of)
         return True
 
@@ -296,20 +300,27 @@ class _Reporters(Generic[R]):
         name = max(sorted(self._by_id), key=lambda n: self._age_ms(n, now_ns))
         if self._age_ms(name, now_ns) <= self._config.report_age_ms_max:
             return False
-        del self._by_id[name]
+        self._delete(name)
         return True
+
+    def _delete(self, name: str) -> None:
+        del self._by_id[name]
+        self._sorted = None
 
     def _age_ms(self, name: str, now_ns: int) -> float:
         return self._by_id[name].last.age_ms(now_ns)
 
     def forget(self, now_ns: int) -> None:
         """Drop reporters unheard of for ``forget_after_ms``."""
-        for name in [n for n in self._by_id if self._age_ms(n, now_ns) > self._config.forget_after_ms]:
-            del self._by_id[name]
+        age_ms_max = self._config.forget_after_ms
+        for name in [n for n, r in self._by_id.items() if (now_ns - r.last.received_ns) / 1e6 > age_ms_max]:
+            self._delete(name)
 
     def items(self) -> list[_Reporter[R]]:
         """Reporters sorted by name, so that no sum depends on the order of arrival."""
-        return [self._by_id[name] for name in sorted(self._by_id)]
+        if self._sorted is None:
+            self._sorted = [self._by_id[name] for name in sorted(self._by_id)]
+        return self._sorted
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -396,6 +407,8 @@ def _replica_signals(reporter: _Reporter[ReplicaReport], now_ns: int, age_ms_max
     seconds = window_ms / 1000 or 1.0
     prefill_tokens, decode_tokens, query_tokens, hit_tokens, preemptions, steps = reporter.sums[:6] or (0,) * 6
     age_ms = reporter.last.age_ms(now_ns)
+    if reporter.itl is None or not window:
+        reporter.itl = Histogram(tuple(reporter.sums[6:]), itl_ms) if window else _NO_GAPS
     return ReplicaSignals(
         reporter.last.value,
         age_ms,
@@ -409,11 +422,12 @@ def _replica_signals(reporter: _Reporter[ReplicaReport], now_ns: int, age_ms_max
         preemptions,
         steps,
         busy_ms / busy_window_ms if busy_window_ms else None,
-        Histogram(tuple(reporter.sums[6:]), itl_ms) if window else Histogram(),
+        reporter.itl,
     )
 
 
-_BUCKETS = len(Histogram().counts)
+_NO_GAPS = Histogram()
+_BUCKETS = len(_NO_GAPS.counts)
 
 
 def _gateway_figures(report: GatewayReport) -> _Figures:
