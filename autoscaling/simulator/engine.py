@@ -42,7 +42,11 @@ JITTER_FACTOR_MIN = 0.2
 
 
 class SimEngine:
-    """One engine of ``profile``. ``learn``: it fits its step model as live replicas do, else it reports the law's."""
+    """One engine of ``profile``.
+
+    ``learn``: it fits its step model as live replicas do, from ``prior`` on (``None``: from the law: it knows itself
+    at once); else it reports the law's.
+    """
 
     __slots__ = (
         "_admissions", "_block", "_decoders", "_doomed", "_frozen", "_knobs", "_kv", "_law", "_leaving", "_may_admit",
@@ -50,7 +54,9 @@ class SimEngine:
         "_step", "profile",
     )  # fmt: skip
 
-    def __init__(self, profile: EngineProfile, rng: Random, learn: bool = True) -> None:
+    def __init__(
+        self, profile: EngineProfile, rng: Random, learn: bool = True, prior: StepCoefficients | None = None
+    ) -> None:
         """Raises ``ValueError`` for a profile whose KV cache holds no block or that may not run one sequence."""
         blocks = profile.kv_tokens // max(1, profile.block_tokens)
         if blocks < 1 or profile.running_seqs_max < 1 or profile.step_tokens_max < 1:
@@ -65,7 +71,7 @@ class SimEngine:
         self._knobs = Knobs()
         self._speed = 1.0
         self._kv = KvCache(blocks, profile.prefix_cache)
-        self._meter = Meter(profile.law, learn)
+        self._meter = Meter(profile.law, learn, prior)
         self._out: list[EngineEvent] = []
         # Jobs: running ones in order of admission, the one of them still in its prompt, those that wait.
         self._running: dict[Job, None] = {}

@@ -20,9 +20,9 @@ class Meter:
         "query_tokens", "steps", "written_tokens",
     )  # fmt: skip
 
-    def __init__(self, law: StepLaw, learn: bool) -> None:
+    def __init__(self, law: StepLaw, learn: bool, prior: StepCoefficients | None) -> None:
         self._law = law
-        self._model = StepModel(law.coefficients()) if learn else None
+        self._model = StepModel(prior or law.coefficients()) if learn else None
         self._gaps = Gaps()
         self._clear()
 

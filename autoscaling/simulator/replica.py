@@ -111,7 +111,9 @@ class Replica:
     def become_ready(self, now_ns: int, cold_start_ms: float) -> None:
         """The start is over: serve and report."""
         ctx = self._ctx
-        self._engine = SimEngine(self._profile, ctx.rng(f"engine/{self.id}"), ctx.scenario.learn)
+        self._engine = SimEngine(
+            self._profile, ctx.rng(f"engine/{self.id}"), ctx.scenario.learn, ctx.scenario.config.routing.step_prior
+        )
         self.ready_ns = self._window_start_ns = now_ns
         self._cold_start_ms = cold_start_ms
         self._report_rng = ctx.rng(f"report/{self.id}")

@@ -98,11 +98,12 @@ EMULATED = {
     "start_ms": 4_000,
 }
 EMULATED_SECTIONS: dict[str, dict[str, Any]] = {
-    "scaling": {"replicas_min": 1, "replicas_max": 3, "down_window_s": 15},
+    "scaling": {"replicas_min": 1, "replicas_max": 2, "down_window_s": 15},
     "objectives": {"ttft_ms": 1_000, "itl_ms": 100},
 }
-EMULATED_LOAD = Load(((15.0, 1.5), (30.0, 8.0), (15.0, 1.5)), 60, 5 * 256 - ROLE_BYTES, (30, 150))
-"""Needs one replica, then two, then one again."""
+EMULATED_LOAD = Load(((15.0, 1.5), (20.0, 12.0), (25.0, 1.5)), 60, 5 * 256 - ROLE_BYTES, (30, 150))
+"""Needs one replica, then more than two, then one again: clear of the shares at which the number would change, and with
+a queue that lasts, so that half of the requests are not at the edge of it."""
 VLLM_LOAD = Load(((20.0, 0.25), (20.0, 0.5), (20.0, 0.25)), 32, 256 - ROLE_BYTES, (5, 40))
 """What one core carries: about 100 prompt tokens, half of them shared, and 32 output tokens a request."""
 
