@@ -33,7 +33,7 @@ doctor: install ## Check configuration and machine, start nothing
 
 check: dev ## Format, lint, types, import rules, pure tests; under a minute
 	$(MAKE) format lint imports
-	$(MAKE) -j3 --output-sync=target types unit property
+	TIDEGATE_EXAMPLES_SHARE=0.25 $(MAKE) -j3 --output-sync=target types unit property
 
 format: dev
 	$(PY) -m ruff format --check --quiet . || { echo "error: not formatted; run: .venv/bin/ruff format ." >&2; exit 1; }

@@ -33,6 +33,7 @@ from policies.types import (
     Sampled,
     StepCoefficients,
 )
+from tests.examples import examples
 from tests.unit.control.fleet import SECOND_NS, gateway_report, histogram, replica_report
 
 CONFIG = PolicyConfig(scaling=ScalingConfig(replicas_max=6, down_window_s=5))
@@ -120,7 +121,7 @@ def run(config: PolicyConfig, seconds: Any, *, backwards: bool = False, twice: b
 
 
 @given(SECONDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_order_of_arrival_and_duplicates_change_nothing(seconds: Any) -> None:
     plain = run(CONFIG, seconds)
     for other in (run(CONFIG, seconds, backwards=True), run(CONFIG, seconds, twice=True)):
@@ -130,7 +131,7 @@ def test_order_of_arrival_and_duplicates_change_nothing(seconds: Any) -> None:
 
 
 @given(SECONDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_plan_is_within_its_bounds(seconds: Any) -> None:
     for result in run(CONFIG, seconds):
         plan = result.plan
@@ -144,7 +145,7 @@ def test_every_plan_is_within_its_bounds(seconds: Any) -> None:
 
 
 @given(SECONDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_blind_tick_changes_no_wish(seconds: Any) -> None:
     before = None
     for result in run(CONFIG, seconds):
@@ -156,7 +157,7 @@ def test_a_blind_tick_changes_no_wish(seconds: Any) -> None:
 
 
 @given(SECONDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_shadow_acts_on_nothing_and_a_change_is_always_written(seconds: Any) -> None:
     from policies.types import Mode
 
@@ -198,7 +199,7 @@ def test_solved_knobs_keep_what_can_be_reached_or_are_the_floor(
 
 
 @given(st.lists(replica_values(), min_size=1, max_size=40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_an_engine_has_quiet_after_each_change_and_no_small_ones(reports: list[dict[str, Any]]) -> None:
     config = BatchingConfig(settle_ticks=3)
     tuner = BatchTuner(config, ObjectivesConfig())

@@ -41,6 +41,7 @@ from policies.events import (
 )
 from policies.flow import RequestFlow, State
 from policies.types import Request
+from tests.examples import examples
 
 MS = 1_000_000
 WAIT_MS = 100.0
@@ -313,4 +314,4 @@ class FlowMachine(RuleBasedStateMachine):
 
 
 TestFlowMachine = FlowMachine.TestCase
-TestFlowMachine.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestFlowMachine.settings = settings(max_examples=examples(100), stateful_step_count=60, deadline=None)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from policies.routing.load import LoadBook
+from tests.examples import examples
 
 REPLICAS = ("a", "b", "c")
 requests = st.integers(0, 7).map(lambda n: f"tg-{n}")
@@ -59,5 +60,5 @@ class LoadBookMachine(RuleBasedStateMachine):
             assert counts == (0, 0, 0)
 
 
-LoadBookMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+LoadBookMachine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 TestLoadBook = LoadBookMachine.TestCase

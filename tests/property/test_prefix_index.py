@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.routing.prefix_index import PrefixIndex
+from tests.examples import examples
 
 REPLICAS = "abcdef"
 
@@ -58,7 +59,7 @@ class Model:
         return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(operations, st.integers(1, 30), st.lists(paths, min_size=1, max_size=5))
 def test_equals_the_model(ops: list[tuple[str, str, list[int]]], blocks_max: int, lookups: list[list[int]]) -> None:
     index, model = PrefixIndex(blocks_max), Model(blocks_max)

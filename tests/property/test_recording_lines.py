@@ -27,6 +27,7 @@ from autoscaling.simulator.recorded import (
 )
 from policies.config import PolicyConfig, ScalingConfig
 from policies.types import Decision, FleetView, GatewayReport, Histogram, ReplicaReport
+from tests.examples import examples
 
 numbers = st.integers() | st.floats()
 """A float field may hold a whole number: reports are made by code, not by this schema."""
@@ -61,7 +62,7 @@ lines: st.SearchStrategy[Line] = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(lines)
 def test_a_line_read_back_is_the_same_value_and_the_same_bytes(line: Line) -> None:
     text = to_text(line)
@@ -73,7 +74,7 @@ def test_a_line_read_back_is_the_same_value_and_the_same_bytes(line: Line) -> No
     assert repr(again) == repr(line)  # equality would call NaN different from itself
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lines, st.data())
 def test_a_line_without_one_of_its_fields_or_with_one_more_is_refused(line: Line, data: st.DataObject) -> None:
     plain = json.loads(to_text(line))
@@ -92,7 +93,7 @@ json_values: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.sampled_from([ReplicaReport, GatewayReport, FleetView, Decision, Histogram, PolicyConfig]), json_values)
 def test_whatever_stands_in_its_place_is_a_value_or_a_codec_error(kind: type[Any], plain: Any) -> None:
     try:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from policies.config import RoutingConfig
 from policies.routing.predict import estimate, joined_load
 from policies.types import ReplicaView, Request, StepCoefficients
+from tests.examples import examples
 from tests.unit.routing.build import chain, request, router
 
 counts = st.integers(0, 100_000)
@@ -53,7 +54,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     configs, fleets, st.lists(st.tuples(prompts, st.integers(0, 9)), max_size=6), prompts, st.none() | st.floats(-1, 2)
 )
@@ -80,7 +81,7 @@ def test_every_available_replica_is_offered_once_and_no_other(
         )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(views, prompts, st.integers(0, 20), st.floats(0, 1))
 def test_more_work_never_makes_a_prediction_shorter(
     v: ReplicaView, prompt: Request, hits: int, strength: float

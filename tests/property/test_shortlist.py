@@ -18,6 +18,7 @@ from policies.config import PolicyConfig, RoutingConfig
 from policies.routing.fleet import SAMPLES_AT_ONCE, SAMPLES_PER_CHOICE
 from policies.routing.shortlist import SIZE
 from policies.types import Request, RouteChoice, StepCoefficients
+from tests.examples import examples
 from tests.unit.routing.build import chain, request
 
 MS = 1_000_000
@@ -124,7 +125,7 @@ kinds = st.sampled_from(sorted(KINDS))
 seeds = st.integers(0, 2**32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seeds, kinds, st.integers(1, SIZE), st.booleans())
 def test_in_a_small_fleet_the_choice_is_that_of_looking_at_everybody(
     seed: int, kind: str, replicas: int, odd: bool
@@ -138,7 +139,7 @@ def test_in_a_small_fleet_the_choice_is_that_of_looking_at_everybody(
             assert gateway.live(prompt, exclude) == gateway.exhaustive(prompt, exclude)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seeds, kinds, st.integers(SIZE + 1, SAMPLES_AT_ONCE), st.booleans())
 def test_in_a_large_fleet_figures_are_the_same_and_nobody_is_missed(
     seed: int, kind: str, replicas: int, odd: bool

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from policies.config import ControlConfig
 from policies.control.signals import WINDOW_MS, WINDOW_REPORTS_MAX, SignalBook, Traffic
 from policies.types import LATENCY_BOUNDS_MS, GatewayReport, Histogram, ReplicaReport
+from tests.examples import examples
 from tests.unit.control.fleet import gateway_report, replica_report
 
 MS = 1_000_000
@@ -96,7 +97,7 @@ def check_traffic(traffic: Traffic, streams: Sequence[Stream], now_ns: int) -> N
     assert traffic.ttft_error == merged(r.ttft_error_ms for r in every)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 3))
 def test_kept_sums_are_those_of_the_window(seed: int, reporters: int) -> None:
     rng = Random(seed)

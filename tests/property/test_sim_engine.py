@@ -15,6 +15,7 @@ from autoscaling.simulator.spec import EngineProfile, SimRequest, StepLaw
 from deployments.emulation.blocks import BlockPool
 from deployments.emulation.scheduler import Scheduler, Sequence
 from policies.types import LATENCY_BOUNDS_MS, Knobs
+from tests.examples import examples
 from tests.property.reference_engine import RefEngine, RefJob
 
 LAW = StepLaw(a_ms=4.0, b_ms=0.25, c_ms=0.5, d_ms=0.125, e_ms=4.0)
@@ -151,7 +152,7 @@ def play(engine_profile: EngineProfile, unit: int, plan: list[Arrival], turns: l
     return both
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     profiles,
     st.sampled_from([4, 8, 12]),
@@ -233,7 +234,7 @@ def modelled(engine_profile: EngineProfile, plan: list[SimRequest]) -> list[tupl
 sizes = st.lists(st.tuples(st.integers(1, 9_000), st.integers(1, 120), st.integers(1, 60)), min_size=1, max_size=14)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(sizes, st.integers(46, 90), st.integers(1, 12), st.integers(12, 96))
 def test_model_is_the_emulated_engine_when_blocks_are_scarce(
     plan: list[tuple[int, int, int]], blocks: int, seqs: int, tokens: int
@@ -246,7 +247,7 @@ def test_model_is_the_emulated_engine_when_blocks_are_scarce(
     assert modelled(engine_profile, load) == emulated(engine_profile, load)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(arrivals, min_size=1, max_size=14), st.integers(12, 96))
 def test_model_is_the_emulated_engine_with_a_prefix_cache(plan: list[Arrival], tokens: int) -> None:
     """One after the other, so that nothing depends on whether blocks are findable in the very step that fills them, and

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from policies.step_model import StepModel, prefill_ms
 from policies.types import StepCoefficients
+from tests.examples import examples
 
 anything = st.floats(allow_nan=True, allow_infinity=True) | st.integers(-10, 10**6)
 plausible = st.tuples(st.integers(0, 512), st.integers(0, 10**6), st.integers(0, 32_768), st.floats(1e-3, 1e5))
@@ -17,7 +18,7 @@ values = st.floats(0, 1_000)
 priors = st.builds(StepCoefficients, values, values, values, values)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(priors, steps)
 def test_coefficients_stay_finite_and_not_negative(prior: StepCoefficients, seen: list[tuple[float, ...]]) -> None:
     model = StepModel(prior)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from deployments.emulation.blocks import BlockPool, block_hashes
 from deployments.emulation.scheduler import Scheduler, Sequence
+from tests.examples import examples
 
 BLOCK = 4
 
@@ -258,7 +259,7 @@ def test_backlog_is_the_prompt_tokens_still_to_be_computed() -> None:
     assert s.prefill_backlog_tokens == 0
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 2**32), st.integers(8, 40), st.integers(1, 6), st.integers(1, 40))
 def test_any_load_ends_gives_every_token_once_and_leaks_no_block(seed: int, blocks: int, cap: int, budget: int) -> None:
     rng, s = random.Random(seed), scheduler(blocks)

@@ -18,6 +18,7 @@ from autoscaling.simulator.workload.mooncake import parse_mooncake, spread_ties
 from autoscaling.simulator.workload.servegen import from_clients, parse_servegen_clients, parse_servegen_rates
 from autoscaling.simulator.workload.timestamps import timestamp_ns
 from autoscaling.simulator.workload.trace import Options, TraceError, play
+from tests.examples import examples
 
 MOONCAKE = [
     '{"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]}',
@@ -256,7 +257,7 @@ def test_bad_input_is_named_with_file_and_line(
     "parse", [parse_mooncake, parse_azure, parse_azure_week, parse_servegen_rates, parse_servegen_clients,
               parse_quantiles, parse_tracelab, parse_exgentic],
 )  # fmt: skip
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(data=st.data())
 def test_damaged_lines_never_end_in_another_error(parse: Callable[..., object], data: st.DataObject) -> None:
     good = {
