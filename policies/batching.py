@@ -102,7 +102,7 @@ ERROR_SHARE_MAX = 0.5
 """A step model that is wrong by more than this on average is not trusted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchPoint:
     """What an engine is asked to carry, and its limits."""
 
@@ -259,6 +259,8 @@ class BatchTuner:
         self._prefill_tps = 0.0
         self._held: BatchMove | None = None
         """The last answer that changed nothing."""
+        self._looked_seq = self._worked_seq = -1
+        """Last report that was looked at, and the last one of an engine that worked."""
         self._high_bucket = bisect_right(LATENCY_BOUNDS_MS, objectives.itl_ms * OUTCOME_HIGH)
         """First bucket of gaps that are too long: where none is in it or above, no quantile is."""
 
@@ -280,9 +282,7 @@ class BatchTuner:
         since = reports
         if window[0].received_ns <= self._judged_from_ns:
             since = [s.value for s in window if s.received_ns > self._judged_from_ns]
-        if self.wish.step_tokens_max is not None and not any(
-            r.steps or r.prefill_tokens or r.preemptions for r in reports
-        ):
+        if self.wish.step_tokens_max is not None and not self._worked(reports):
             self._prefill_tps *= KEEP_UP_FADING
             self._release_brake()
             return self._hold("Idle", "no step in the window: the last wish stands")
@@ -290,11 +290,22 @@ class BatchTuner:
         self._prefill_tps = max(point.prefill_tps, self._prefill_tps * KEEP_UP_FADING)
         braked = self._update_brake(since, point)
         corrected = self._judge(since, point, now_ns)
-        if (point.itl_share, point.prefill_tps) != (self._itl_share, self._prefill_tps):
-            point = replace(point, itl_share=self._itl_share, prefill_tps=self._prefill_tps)
+        point.itl_share, point.prefill_tps = self._itl_share, self._prefill_tps
         if self.wish.step_tokens_max is not None and not any(r.steps for r in reports):
             return self._hold("Idle", "no step in the window: the last wish stands")
         return self._move(point, braked, corrected, now_ns)
+
+    def _worked(self, reports: Sequence[ReplicaReport]) -> bool:
+        """Whether the engine did anything in the window; only reports that are new are looked at."""
+        if reports[-1].seq < self._looked_seq:
+            self._looked_seq = self._worked_seq = -1
+        for report in reversed(reports):
+            if report.seq <= self._looked_seq:
+                break
+            if report.steps or report.prefill_tokens or report.preemptions:
+                self._worked_seq = max(self._worked_seq, report.seq)
+        self._looked_seq = reports[-1].seq
+        return self._worked_seq >= reports[0].seq
 
     def _adopt(self, latest: ReplicaReport) -> None:
         """Begin with the knobs an engine already follows: a new controller takes over where the last one was."""

@@ -73,7 +73,7 @@ class Job:
         """Name of the blocks it left behind when it was preempted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineEvent:
     """A job has its first token, or its last."""
 
@@ -82,7 +82,7 @@ class EngineEvent:
     job: Job
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineGauges:
     """State of an engine, as a live one shows it (``deployments.knobs.EngineGauges``)."""
 
@@ -97,7 +97,7 @@ class EngineGauges:
     step_tokens_now: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineWindow:
     """What an engine did since it was last asked."""
 
