@@ -15,7 +15,7 @@ from collections.abc import Container
 
 from policies.types import ReplicaId
 
-ORDERED_MAX = 64
+MOST_MAX = 64
 """Larger buckets are not looked at for the largest figures: there is nothing special about so many."""
 
 PER_E_FOLD = 10.5
@@ -94,10 +94,11 @@ class Buckets:
         return found
 
     def most(self, count: int, skip: Container[ReplicaId]) -> list[ReplicaId]:
-        """At most ``count`` replicas with the largest figures, without ``skip``; the same ones for every caller."""
+        """At most ``count`` replicas with the largest figures, without ``skip``."""
         found: list[ReplicaId] = []
         for level in reversed(self._levels):
-            for replica_id in sorted(self._buckets[level]) if len(self._buckets[level]) <= ORDERED_MAX else ():
+            bucket = self._buckets[level]
+            for replica_id in bucket if len(bucket) <= MOST_MAX else ():
                 if replica_id not in skip:
                     found.append(replica_id)
                     if len(found) >= count:

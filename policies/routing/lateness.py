@@ -12,7 +12,7 @@ choices: it spreads the surplus until *every* replica is just too late, and a fl
 requests in time serves none. So the request joins those that are late already: of the replicas where even an empty
 prompt would be late, the latest one, up to ``late_ms_max``; then the next. The others stay in time for requests that
 can still be served. No request is refused for this, and the longest wait stays bounded. Where no replica is late yet,
-there is nothing to protect: the order stands.
+or one has nothing to do, there is nothing to protect: the order stands.
 
 What this must not do: refuse, or know of admission.
 """
@@ -71,7 +71,7 @@ def by_promise(
     if kept:
         return (kept + [r for r in order if r not in kept] if len(kept) < len(order) else list(order)), False
     late = [r for r in order if estimates[r].ttft_ms <= given.late_ms_max and given.late(standings[r])]
-    if not late:
+    if not late or any(not standings[r].requests for r in order):
         return list(order), False
     late.sort(key=lambda r: -estimates[r].ttft_ms)
     return late + [r for r in order if r not in late], True

@@ -101,7 +101,8 @@ class Standing:
     """
 
     __slots__ = (
-        "_chunk_tokens", "_end_ms", "_kv_room", "_running", "_slot_ends", "_step", "_step_ms", "_token_ms",
+        "_chunk_tokens", "_end_ms", "_gap_ms", "_kv_room", "_kv_token_ms", "_running", "_slot_ends",
+        "_step", "_step_ms", "_token_ms",
         "kind", "kv_tokens", "kv_tokens_max", "load_tokens", "prefill_tokens", "requests",
     )  # fmt: skip
 
@@ -133,6 +134,8 @@ class Standing:
         decode_ms = predict_step_ms(step, running, kv_tokens, 0)
         self._step_ms = decode_ms + step.b_ms
         self._token_ms = step.d_ms
+        self._kv_token_ms = step.c_ms / 1000
+        self._gap_ms = self._step_ms + self._kv_token_ms * prefill_tokens
         self.kind = int(math.log(step.d_ms + 1e-6) * KINDS_PER_E_FOLD)
         """Rough speed of prefill: replicas of one kind of device have the same, or a neighbouring one."""
         self._end_ms = OUTPUT_TOKENS_GUESS * decode_ms / max(1, running)
@@ -156,8 +159,7 @@ class Standing:
 
     def gap_ms(self, prompt_tokens: int) -> float:
         """Predicted gap of the streams there once all that waits decodes, one more of ``prompt_tokens`` among them."""
-        kv_tokens = self.kv_tokens + self.prefill_tokens + prompt_tokens
-        return predict_step_ms(self._step, self._running + 1, kv_tokens, 0)
+        return self._gap_ms + self._kv_token_ms * prompt_tokens
 
 
 def load_tokens(requests: int, prefill_tokens: int, kv_tokens: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from random import Random
 
-from policies.routing.buckets import ORDERED_MAX, Buckets
+from policies.routing.buckets import MOST_MAX, Buckets
 
 
 def filled(values: dict[str, float]) -> Buckets:
@@ -73,5 +73,5 @@ def test_the_most_are_found_from_the_top_and_large_buckets_are_not_searched() ->
     buckets = filled({"a": 10.0, "b": 5_000.0, "c": 90_000.0, "d": 90_000.0})
     assert buckets.most(3, {"c"}) == ["d", "b", "a"]
     assert buckets.most(1, set()) == ["c"]
-    crowd = filled({f"r{i}": 70.0 for i in range(ORDERED_MAX + 1)} | {"one": 1.0})
+    crowd = filled({f"r{i}": 70.0 for i in range(MOST_MAX + 1)} | {"one": 1.0})
     assert crowd.most(2, set()) == ["one"]

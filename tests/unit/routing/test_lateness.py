@@ -72,10 +72,17 @@ def test_no_wait_grows_beyond_the_longest_allowed() -> None:
 
 
 def test_while_nobody_is_late_a_hopeless_prompt_goes_where_it_starts_soonest() -> None:
-    views = [replica("a", 3_000), replica("b"), replica("c", 1_000)]
+    views = [replica("a", 3_000), replica("b", 10), replica("c", 1_000)]
     choice = make().choose(request((), 50_000), views, None, 0)
     assert choice.order[0] == "b"
     assert choice.reason.code != "late"
+
+
+def test_nobody_waits_with_the_late_while_a_replica_has_nothing_to_do() -> None:
+    views = [replica("a", 40_000), replica("b", 14_000), replica("c")]
+    assert make().choose(request((), 50_000), views, None, 0).order[0] == "c"
+    views[2] = replica("c", 10)
+    assert make().choose(request((), 50_000), views, None, 0).order[0] == "a"
 
 
 def test_it_can_be_switched_off() -> None:
