@@ -92,6 +92,10 @@ OUTCOME_HIGH = 1.1
 OUTCOME_LOW = 0.7
 """Measured over objective up to which it is believed again, step by step."""
 
+ITL_SHARE_MAX = 0.95
+"""Share of the objective that is aimed at: half of all steps take longer than predicted, and aiming at the objective
+itself would make every second stream of a busy engine miss it by a millisecond."""
+
 ITL_SHARE_MIN = 0.25
 """The correction by outcome never goes below this share of the objective."""
 
@@ -252,7 +256,7 @@ class BatchTuner:
         self._settle = 0
         self._judged_from_ns = -1
         """Reports received after this are outcomes of the present wish."""
-        self._itl_share = 1.0
+        self._itl_share = ITL_SHARE_MAX
         self._brake: int | None = None
         self._quiet = 0
         self._raise: list[Knobs] = []
@@ -400,7 +404,7 @@ class BatchTuner:
         tokens_max, objective = self.wish.step_tokens_max, self._objectives.itl_ms
         if tokens_max is None or _full_step_ms(point, tokens_max) > objective * OUTCOME_HIGH:
             return False
-        if self._itl_share >= 1 and not any(any(r.itl.counts[self._high_bucket :]) for r in since):
+        if self._itl_share >= ITL_SHARE_MAX and not any(any(r.itl.counts[self._high_bucket :]) for r in since):
             return False
         in_force = [r.itl.counts for r in since if r.knobs.step_tokens_max == tokens_max]
         counts = tuple(map(sum, zip(*in_force, strict=True)))
@@ -411,8 +415,8 @@ class BatchTuner:
             return False
         if measured > objective * OUTCOME_HIGH:
             self._itl_share = max(ITL_SHARE_MIN, self._itl_share * max(0.5, objective / measured))
-        elif measured < objective * OUTCOME_LOW and self._itl_share < 1:
-            self._itl_share = min(1.0, self._itl_share * 1.1)
+        elif measured < objective * OUTCOME_LOW and self._itl_share < ITL_SHARE_MAX:
+            self._itl_share = min(ITL_SHARE_MAX, self._itl_share * 1.1)
         else:
             return False
         self._judged_from_ns = now_ns

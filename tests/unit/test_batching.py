@@ -231,10 +231,10 @@ def test_silence_and_idleness_keep_the_wish() -> None:
 
 def test_a_new_controller_takes_over_the_knobs_in_force() -> None:
     r = Replica()
-    r.second(knobs=Knobs(16, 96, None))
-    assert r.moves[0].before.step_tokens_max == 96
-    assert not r.changes[:1] or r.changes[0].before.step_tokens_max == 96
-    assert r.tuner.wish.step_tokens_max == 96
+    r.second(knobs=Knobs(16, 84, None))
+    assert r.moves[0].before.step_tokens_max == 84
+    assert not r.changes[:1] or r.changes[0].before.step_tokens_max == 84
+    assert r.tuner.wish.step_tokens_max == 84
 
 
 def test_the_engine_is_left_alone_while_it_settles() -> None:
