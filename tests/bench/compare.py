@@ -15,7 +15,7 @@ longer than the model's context are left out for all.
 
 Seeds move every arrival by up to :data:`JITTER_S`, and with it ties, engines' jitter, reports and tie breaks.
 
-    python -m tests.bench.compare [--part PART] [--seeds 5] [--gateways 1] [--traces a,b] [--json FILE]
+    python -m tests.bench.compare [--part PART] [--seeds 5] [--gateways 1] [--traces a,b] [--routers a,b]
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class Bench:
 
     seeds: int
     gateways: int
+    routers: Sequence[str]
 
     def __post_init__(self) -> None:
         self.profile = load_profile(PROFILE)
@@ -215,7 +216,7 @@ def routers(bench: Bench, cases: Sequence[Case]) -> Iterator[list[Arm]]:
         for scale in case.scales:
             place = f"{case.name}, {scale:g} times as fast, {REPLICAS} replicas"
             arms = []
-            for name in ROUTERS:
+            for name in bench.routers:
                 runs = [bench.run(case, (scale, case.limit), name, REPLICAS, seed) for seed in range(bench.seeds)]
                 arms.append(Arm(place, case.kind, name, f"{REPLICAS} replicas", tuple(runs)))
             yield arms
@@ -226,7 +227,7 @@ def fleets(bench: Bench, cases: Sequence[Case]) -> Iterator[list[Arm]]:
     for case in cases:
         scale = case.scales[1]
         place = f"{case.name}, {scale:g} times as fast, {SLO_SHARE:.0%} within the objectives"
-        yield [_smallest(bench, case, scale, name, place) for name in ROUTERS]
+        yield [_smallest(bench, case, scale, name, place) for name in bench.routers]
 
 
 def _smallest(bench: Bench, case: Case, scale: float, name: str, place: str) -> Arm:
@@ -334,6 +335,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--traces", default=",".join(c.name for c in CASES))
+    parser.add_argument("--routers", default=",".join(ROUTERS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     cases = [c for c in CASES if c.name in args.traces.split(",")]
@@ -341,7 +343,11 @@ def main() -> int:
     if missing or not cases:
         print(f"traces missing: {', '.join(missing) or args.traces} (set TIDEGATE_DATA)", file=sys.stderr)
         return 2
-    bench = Bench(args.seeds, args.gateways)
+    wanted = args.routers.split(",")
+    if TIDEGATE not in wanted or any(name not in ROUTERS for name in wanted):
+        print(f"--routers needs {TIDEGATE} and names of: {', '.join(ROUTERS)}", file=sys.stderr)
+        return 2
+    bench = Bench(args.seeds, args.gateways, wanted)
     written, below = [], []
     for part in PARTS if args.part == "all" else [args.part]:
         for arms in PARTS[part](bench, cases):
