@@ -19,6 +19,9 @@ each choice, so that neither stalls the other work of a gateway. Until then such
 least loaded and in the mean; where it is looked at (:meth:`Fleet.standings`) its last sample counts. Other strategies
 get :meth:`Fleet.views`.
 
+A replica that has learned its speed from fewer than :data:`LEARNED_STEPS_MIN` steps is taken to be as fast as one that
+has learned it, if there ever was one. By the configured prior, which knows nothing of the device, a new replica may
+look so slow that it gets no request, and so never learns.
 
 What this must not do: drop load or prefixes of removed members itself (their owners do, with what ``update`` returns).
 """
@@ -47,6 +50,9 @@ SAMPLES_AT_ONCE = 128
 
 SAMPLES_PER_CHOICE = 2
 """New samples that one choice puts in their place on the board."""
+
+LEARNED_STEPS_MIN = 16
+"""Steps from which on a replica's own step model is believed before that of another."""
 
 VIEW_NS = 100_000_000
 """Views are made anew after this time, so that the age in them is right to a tenth of a second."""
@@ -111,6 +117,11 @@ class _Member:
         )
         self.step_model = _step_model(told[7:], self.step_samples) or self.step_model
 
+    @property
+    def learned(self) -> bool:
+        """Whether its step model comes from enough steps."""
+        return self.step_model is not None and self.step_model.samples >= LEARNED_STEPS_MIN
+
     def fresh(self, now_ns: int, age_ms_max: float) -> bool:
         """Whether the last sample counts."""
         return self.seq is not None and (now_ns - self.received_ns) / 1e6 <= age_ms_max
@@ -139,6 +150,9 @@ class Fleet:
         self._watch: list[tuple[int, int, _Member]] = []
         """Heap of times at which samples may be too old, with a running number."""
         self._watched = 0
+        self._peer: _Member | None = None
+        self._typical: StepCoefficients | None = None
+        """Speed that ``_peer`` had learned when it was last looked at."""
 
     def update(self, members: Mapping[ReplicaId, Mapping[str, object] | None], now_ns: int) -> Removed:
         """Take Serve's members with each one's last routing statistics; return those that left."""
@@ -156,6 +170,7 @@ class Fleet:
                 self._receive(member, stats, now_ns)
         if added or removed:
             self._sorted = [known[r] for r in sorted(known)]
+        self._learn_typical()
         if self._board is not None:
             if removed:
                 self._board.ring.remove(removed)
@@ -167,6 +182,28 @@ class Fleet:
     def own_requests(self) -> int:
         """Open requests of this gateway."""
         return self._book.inflight
+
+    def _learn_typical(self) -> None:
+        """Keep one replica's learned speed for those that have learned none; anew when it left or knows far more."""
+        peer, known = self._peer, self._typical
+        if peer is None or peer.gone:
+            peer = next((m for m in self._sorted if self._read(m).learned), None)
+        model = self._read(peer).step_model if peer is not None else None
+        if model is None or (peer is self._peer and known is not None and model.samples < 4 * known.samples):
+            return
+        self._peer, self._typical = peer, model
+        changed = {m.replica_id: m for m in self._sorted if not m.learned}
+        self._views_due.update(changed)
+        if self._board is not None:
+            self._due.update(changed)
+
+    @staticmethod
+    def _read(member: _Member) -> _Member:
+        member.read()
+        return member
+
+    def _step_model_of(self, member: _Member) -> StepCoefficients | None:
+        return member.step_model if member.learned else self._typical or member.step_model
 
     def members(self) -> tuple[ReplicaId, ...]:
         """Known replicas, sorted."""
@@ -196,7 +233,10 @@ class Fleet:
         why = member.unavailable_reason(fresh) or ("was tried already" if excluded else "")
         local = self._book.counts(member.replica_id)
         if member.seq is None:
-            view = ReplicaView(member.replica_id, *local, available=not why, unavailable_reason=why)
+            step_model = self._step_model_of(member)
+            view = ReplicaView(
+                member.replica_id, *local, step_model=step_model, available=not why, unavailable_reason=why
+            )
         else:
             view = ReplicaView(
                 member.replica_id,
@@ -209,7 +249,7 @@ class Fleet:
                 member.kv_tokens_max,
                 member.running_seqs_max,
                 member.step_tokens_max,
-                member.step_model,
+                self._step_model_of(member),
                 *member.at_sample,
                 not why,
                 why,
@@ -346,7 +386,7 @@ class Fleet:
                 member.running_seqs_max,
                 member.kv_tokens_max,
                 member.step_tokens_max or CHUNK_TOKENS_GUESS,
-                member.step_model or self._config.step_prior,
+                self._step_model_of(member) or self._config.step_prior,
             )
         board.put(member.replica_id, standing)
 

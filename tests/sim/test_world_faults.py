@@ -40,7 +40,7 @@ def sent(watcher: Watcher, begin_s: float, end_s: float) -> dict[str, int]:
 
 
 def test_a_killed_replica_is_replaced_and_streams_on_it_break() -> None:
-    result, watcher = watched(faulty(Fault("kill", AT, replica=1), seconds=25))
+    result, watcher = watched(faulty(Fault("kill", AT, replica=1), seconds=25, families=10**6))
     lost = {call for _, _, _, kind, call in watcher.engines if kind == "lost"}
     failed = [r for r in result.records if r.outcome != "succeeded"]
     assert {r.reason for r in failed} <= {"stream_broken"}

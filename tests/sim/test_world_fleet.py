@@ -32,14 +32,14 @@ class Script:
         return ScaleAdvice(number, Reason("Script", "as written"))
 
 
-def scripted(steps: dict[int, int], replicas: int, seconds: float = 36, **more: Any) -> Scenario:
+def scripted(steps: dict[int, int], replicas: int, seconds: float = 36, rate_ps: float = 5, **more: Any) -> Scenario:
     pool = Pool(PROFILE, replicas, scaler=lambda _: Script(steps))
     return poisson(rate_ps=5, seconds=seconds, pool=pool, config=SCALING, output=120, **more)
 
 
 def test_more_replicas_come_after_their_cold_start() -> None:
     watcher = Watcher()
-    result = run(scripted({5: 3}, 1), observer=watcher)
+    result = run(scripted({5: 3}, 1, families=10**6), observer=watcher)
     settled(result, watcher)
     starts, ready = watcher.times("starting")[1:], watcher.times("ready")[1:]
     assert len(starts) == 2

@@ -32,10 +32,12 @@ SLOW = replace(PROFILE, name="slow", law=StepLaw(60.0, 0.5, 0.2, 0.1))
 class Poisson:
     """Open-loop arrivals at ``rate_ps`` for ``seconds``."""
 
-    def __init__(self, rng: Random, rate_ps: float, seconds: float, prompt: int = 500, output: int = 50) -> None:
+    def __init__(
+        self, rng: Random, rate_ps: float, seconds: float, prompt: int = 500, output: int = 50, families: int = 20
+    ) -> None:
         self.name = "poisson"
         self._rng, self._rate_ps, self._seconds = rng, rate_ps, seconds
-        self._prompt, self._output = prompt, output
+        self._prompt, self._output, self._families = prompt, output, families
 
     def arrivals(self) -> Iterator[SimRequest]:
         at_s, i, rng = 0.0, 0, self._rng
@@ -44,7 +46,7 @@ class Poisson:
             if at_s >= self._seconds:
                 return
             prompt = rng.randint(1, 2 * self._prompt)
-            family = rng.randrange(20)
+            family = rng.randrange(self._families)
             blocks = tuple(family * 1_000_000 + n + (i * 1_000 if n > 4 else 0) for n in range(prompt // 64))
             output = rng.randint(1, 2 * self._output)
             yield SimRequest(i, round(at_s * SECOND), prompt, output, blocks, 64, output_tokens_max=4 * self._output)
@@ -70,13 +72,14 @@ class Listed:
 
 
 def poisson(rate_ps: float = 10.0, seconds: float = 20.0, replicas: int = 2, **more: Any) -> Scenario:
-    """A scenario with one pool of ``replicas`` under a steady load."""
+    """A scenario with one pool of ``replicas`` under a steady load of prompts with ``families`` common beginnings."""
     pool = more.pop("pool", Pool(more.pop("profile", PROFILE), replicas))
     prompt, output = more.pop("prompt", 500), more.pop("output", 50)
+    families = more.pop("families", 20)
     pools = more.pop("pools", (pool,))
     return Scenario(
         name="test",
-        source=lambda rng: Poisson(rng, rate_ps, seconds, prompt, output),
+        source=lambda rng: Poisson(rng, rate_ps, seconds, prompt, output, families),
         pools=pools,
         seed=more.pop("seed", 1),
         **more,

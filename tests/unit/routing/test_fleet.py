@@ -7,7 +7,7 @@ import math
 import pytest
 
 from policies.config import RoutingConfig
-from policies.routing.fleet import COUNT_MAX, Fleet
+from policies.routing.fleet import COUNT_MAX, LEARNED_STEPS_MIN, Fleet
 from policies.routing.load import LoadBook
 from policies.types import ReplicaView, StepCoefficients
 
@@ -153,3 +153,33 @@ def test_a_step_that_takes_no_time_is_no_step_model_and_the_last_good_one_stays(
     f.update({"a": {**GOOD, "seq": 2}}, 0)
     f.update({"a": {**GOOD, "seq": 3, "step_d_ms": math.nan}}, 0)
     assert only(f).step_model == StepCoefficients(30.0, 1.8, 0.5, 1.9, 77)
+
+
+def speed(seq: int, samples: int, a_ms: float) -> dict[str, object]:
+    return {
+        "seq": seq,
+        "step_a_ms": a_ms,
+        "step_b_ms": 0.1,
+        "step_c_ms": 0.1,
+        "step_d_ms": 0.01,
+        "step_samples": samples,
+    }
+
+
+def test_a_replica_that_learned_nothing_yet_is_taken_to_be_as_fast_as_one_that_did() -> None:
+    f, _ = fleet()
+    f.board(0)
+
+    def speeds() -> list[float | None]:
+        return [v.step_model.a_ms if v.step_model else None for v in f.views(0)]
+
+    f.update({"new": speed(1, 0, 20.0), "old": speed(1, LEARNED_STEPS_MIN - 1, 8.0)}, 0)
+    assert speeds() == [20.0, 8.0], "nobody knows better"
+    f.update({"new": speed(1, 0, 20.0), "old": speed(2, 100, 8.0), "silent": None}, 0)
+    assert speeds() == [8.0, 8.0, 8.0]
+    f.board(0)
+    assert len({s.ttft_ms(500) for s in f.standings(["new", "old", "silent"], 0).values()}) == 1
+    f.update({"new": speed(2, 40, 30.0), "old": speed(3, 1_000, 9.0), "silent": None}, 0)
+    assert speeds() == [30.0, 9.0, 9.0], "its own measurement counts; what is known better is taken over"
+    f.update({"silent": None}, 0)
+    assert speeds() == [9.0], "what was learned outlives the replica that learned it"
