@@ -20,7 +20,6 @@ from policies.flow import FlowContext
 from policies.plan_follower import PlanFollower
 from policies.routing.fleet import Fleet, Removed
 from policies.routing.load import LoadBook
-from policies.routing.newcomers import like_their_fellows
 from policies.routing.prefix_index import PrefixIndex
 from policies.routing.router import Router
 from policies.routing.strategy import RoutingStrategy
@@ -40,7 +39,7 @@ class Policies:
 
     def update_members(self, members: Mapping[ReplicaId, Mapping[str, object] | None], now_ns: int) -> Removed:
         """Take Serve's members with their last routing statistics; all traces of those that left go with them."""
-        removed = self.fleet.update(like_their_fellows(members), now_ns)
+        removed = self.fleet.update(members, now_ns)
         for replica_id in removed:
             self.flow_context.book.forget(replica_id)
             self.router.forget(replica_id)
