@@ -34,7 +34,8 @@ from autoscaling.simulator.replica import Replica
 from autoscaling.simulator.spec import Pool, Scenario
 from autoscaling.simulator.world import World
 from policies.control.loop import TickResult
-from policies.control.signals import GATEWAYS_MAX, REPLICAS_MAX, WINDOW_REPORTS_MAX
+from policies.control.signals import GATEWAYS_MAX, REPLICAS_MAX
+from policies.control.windows import WINDOW_REPORTS_MAX
 from policies.events import (
     Arrived,
     ClientGone,

@@ -1,7 +1,7 @@
 """Sense, the pure half: what reporters said, how old it is, and the fleet's totals over what is fresh.
 
 A reporter is *fresh* while its last report is at most ``report_age_ms_max`` old. Each reporter's reports of the last
-:data:`WINDOW_MS` (at most :data:`WINDOW_REPORTS_MAX`) are kept, and rates are counts over the windows they cover::
+``WINDOW_MS`` (at most ``WINDOW_REPORTS_MAX``, see ``windows.py``) are kept, and rates are counts over the windows they cover::
 
     rate = sum over fresh reporters of (sum of counts / sum of window_ms)
 
@@ -19,14 +19,11 @@ This module decides nothing. It must not read a clock: the receiver passes its o
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import add, sub
-from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from policies.config import ControlConfig
+from policies.control.windows import Figures, Reporter, Reporters
 from policies.types import (
     FleetView,
     GatewayReport,
@@ -37,31 +34,11 @@ from policies.types import (
     Sampled,
 )
 
-WINDOW_MS = 12_000.0
-"""Reports older than this do not count into rates and histograms."""
-
-WINDOW_REPORTS_MAX = 32
-"""Reports kept of one reporter."""
-
 REPLICAS_MAX = 2_048
 """Replicas whose reports are kept; one more is refused unless a silent one can make room."""
 
 GATEWAYS_MAX = 256
 """Gateways whose reports are kept, likewise."""
-
-
-class _Report(Protocol):
-    @property
-    def seq(self) -> int: ...
-    @property
-    def window_ms(self) -> float: ...
-
-
-R = TypeVar("R", bound=_Report)
-
-_Figures: TypeAlias = tuple[tuple[int, ...], tuple[float, ...]]
-"""What is summed of a report: counts, kept up to date because sums of whole numbers are exact, and times in ms, summed
-anew because those of fractions are not."""
 
 
 @dataclass(slots=True)
@@ -207,135 +184,13 @@ class Signals:
         return (self.work.waiting if self.work else 0) + (self.traffic.queued if self.traffic else 0)
 
 
-class _Reporter(Generic[R]):
-    """Window of one reporter's reports, newest last, with the sums of their counts.
-
-    ``figures_of`` lists a report's counts and its times, always as many and in the same order.
-    """
-
-    def __init__(self, first: Sampled[R], figures_of: Callable[[R], _Figures]) -> None:
-        self._figures_of = figures_of
-        self._window: deque[Sampled[R]] = deque()
-        self._counts: deque[tuple[int, ...]] = deque()
-        """Of each report in the window; empty where all are 0, as those of idle reporters are."""
-        self.times: deque[tuple[float, ...]] = deque()
-        """Of each report in the window, after :meth:`window`, oldest first."""
-        self.sums: list[int] = []
-        """Of all reports in the window, after :meth:`window`; empty for an empty window."""
-        self.itl: Histogram | None = None
-        """Gaps of the window, while no report with counts came or went since they were summed."""
-        self.last = first
-        self._keep(first)
-
-    def add(self, report: R, now_ns: int, silent_after_ms: float) -> bool:
-        """Keep ``report`` unless it is a duplicate or older than the last one.
-
-        A lower sequence number after a silence is a new life of the same name and starts afresh.
-        """
-        if report.seq <= self.last.value.seq:
-            if self.last.age_ms(now_ns) <= silent_after_ms or report.seq == self.last.value.seq:
-                return False
-            for kept in (self._window, self._counts, self.times):
-                kept.clear()
-            self.sums = []
-        self.last = Sampled(report, now_ns)
-        self._keep(self.last)
-        return True
-
-    def window(self, now_ns: int) -> tuple[Sampled[R], ...]:
-        """Reports of the last :data:`WINDOW_MS`, oldest first."""
-        window = self._window
-        while window and (now_ns - window[0].received_ns) / 1e6 > WINDOW_MS:
-            self._drop()
-        return tuple(window)
-
-    def _keep(self, sampled: Sampled[R]) -> None:
-        if len(self._window) >= WINDOW_REPORTS_MAX:
-            self._drop()
-        counts, times = self._figures_of(sampled.value)
-        self._window.append(sampled)
-        self.times.append(times)
-        if not self.sums:
-            self.sums, self.itl = list(counts), None
-        elif any(counts) or times[1]:
-            self.sums, self.itl = list(map(add, self.sums, counts)), None
-        else:
-            counts = ()
-        self._counts.append(counts)
-
-    def _drop(self) -> None:
-        self._window.popleft()
-        self.times.popleft()
-        counts = self._counts.popleft()
-        if not self._window:
-            self.sums = []
-        elif counts:
-            self.sums, self.itl = list(map(sub, self.sums, counts)), None
-
-
-class _Reporters(Generic[R]):
-    """All reporters of one kind, at most ``reporters_max``."""
-
-    def __init__(self, reporters_max: int, config: ControlConfig, figures_of: Callable[[R], _Figures]) -> None:
-        self._max = reporters_max
-        self._figures_of = figures_of
-        self._config = config
-        self._by_id: dict[str, _Reporter[R]] = {}
-        self._sorted: list[_Reporter[R]] | None = None
-        self.refused = 0
-
-    def receive(self, name: str, report: R, now_ns: int) -> bool:
-        """Keep a report; ``False`` for a duplicate, a nonsensical one, or when there is no room for a new reporter."""
-        if not (math.isfinite(report.window_ms) and report.window_ms > 0):
-            return False
-        reporter = self._by_id.get(name)
-        if reporter is not None:
-            return reporter.add(report, now_ns, self._config.report_age_ms_max)
-        if len(self._by_id) >= self._max and not self._make_room(now_ns):
-            self.refused += 1
-            return False
-        self._sorted = None
-        self._by_id[name] = _Reporter(Sampled(report, now_ns), self._figures_of)
-        return True
-
-    def _make_room(self, now_ns: int) -> bool:
-        """Drop the reporter silent for longest, if one is silent."""
-        name = max(sorted(self._by_id), key=lambda n: self._age_ms(n, now_ns))
-        if self._age_ms(name, now_ns) <= self._config.report_age_ms_max:
-            return False
-        self._delete(name)
-        return True
-
-    def _delete(self, name: str) -> None:
-        del self._by_id[name]
-        self._sorted = None
-
-    def _age_ms(self, name: str, now_ns: int) -> float:
-        return self._by_id[name].last.age_ms(now_ns)
-
-    def forget(self, now_ns: int) -> None:
-        """Drop reporters unheard of for ``forget_after_ms``."""
-        age_ms_max = self._config.forget_after_ms
-        for name in [n for n, r in self._by_id.items() if (now_ns - r.last.received_ns) / 1e6 > age_ms_max]:
-            self._delete(name)
-
-    def items(self) -> list[_Reporter[R]]:
-        """Reporters sorted by name, so that no sum depends on the order of arrival."""
-        if self._sorted is None:
-            self._sorted = [self._by_id[name] for name in sorted(self._by_id)]
-        return self._sorted
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-
 class SignalBook:
     """Receives reports and turns them into :class:`Signals`."""
 
     def __init__(self, config: ControlConfig) -> None:
         self._config = config
-        self._replicas: _Reporters[ReplicaReport] = _Reporters(REPLICAS_MAX, config, _replica_figures)
-        self._gateways: _Reporters[GatewayReport] = _Reporters(GATEWAYS_MAX, config, _gateway_figures)
+        self._replicas: Reporters[ReplicaReport] = Reporters(REPLICAS_MAX, config, _replica_figures)
+        self._gateways: Reporters[GatewayReport] = Reporters(GATEWAYS_MAX, config, _gateway_figures)
         self._fleet: Sampled[FleetView] | None = None
 
     @property
@@ -385,7 +240,7 @@ def merge(histograms: Iterable[Histogram]) -> Histogram:
     return Histogram(tuple(map(sum, zip(*(h.counts for h in some), strict=True))), sum(h.sum_ms for h in some))
 
 
-def _replica_figures(report: ReplicaReport) -> _Figures:
+def _replica_figures(report: ReplicaReport) -> Figures:
     """Counts: six of tokens, preemptions and steps, then the buckets of the histogram. Times: the window, the sum of
     the histogram, and busy time with the window it was measured in (0 and 0 where it was not).
     """
@@ -404,7 +259,7 @@ def _replica_figures(report: ReplicaReport) -> _Figures:
     return counts, (window_ms, report.itl.sum_ms, share * window_ms, window_ms)
 
 
-def _replica_signals(reporter: _Reporter[ReplicaReport], now_ns: int, age_ms_max: float) -> ReplicaSignals:
+def _replica_signals(reporter: Reporter[ReplicaReport], now_ns: int, age_ms_max: float) -> ReplicaSignals:
     window = reporter.window(now_ns)
     window_ms, itl_ms, busy_ms, busy_window_ms = map(sum, zip(*reporter.times, strict=True)) if window else (0.0,) * 4
     seconds = window_ms / 1000 or 1.0
@@ -433,7 +288,7 @@ _NO_GAPS = Histogram()
 _BUCKETS = len(_NO_GAPS.counts)
 
 
-def _gateway_figures(report: GatewayReport) -> _Figures:
+def _gateway_figures(report: GatewayReport) -> Figures:
     """Counts: eight of requests and tokens, then the buckets of the four histograms. Times: the window, the sums of the
     histograms.
     """
@@ -458,7 +313,7 @@ def _gateway_figures(report: GatewayReport) -> _Figures:
 class _Gateway:
     """One fresh gateway: its last report, and what its window of reports adds up to."""
 
-    def __init__(self, reporter: _Reporter[GatewayReport], now_ns: int) -> None:
+    def __init__(self, reporter: Reporter[GatewayReport], now_ns: int) -> None:
         self.latest = reporter.last.value
         reporter.window(now_ns)
         self.times = reporter.times

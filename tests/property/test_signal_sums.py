@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.config import ControlConfig
-from policies.control.signals import WINDOW_MS, WINDOW_REPORTS_MAX, SignalBook, Traffic
+from policies.control.signals import SignalBook, Traffic
+from policies.control.windows import WINDOW_MS, WINDOW_REPORTS_MAX
 from policies.types import LATENCY_BOUNDS_MS, GatewayReport, Histogram, ReplicaReport
 from tests.examples import examples
 from tests.unit.control.fleet import gateway_report, replica_report

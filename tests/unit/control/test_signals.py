@@ -10,11 +10,10 @@ from policies.config import ControlConfig
 from policies.control.signals import (
     GATEWAYS_MAX,
     REPLICAS_MAX,
-    WINDOW_MS,
-    WINDOW_REPORTS_MAX,
     SignalBook,
     merge,
 )
+from policies.control.windows import WINDOW_MS, WINDOW_REPORTS_MAX
 from policies.types import FleetView, Histogram, ReplicaState
 from tests.unit.control.fleet import SECOND_NS, gateway_report, histogram, replica_report
 
