@@ -1,7 +1,8 @@
 """Sense, the pure half: what reporters said, how old it is, and the fleet's totals over what is fresh.
 
 A reporter is *fresh* while its last report is at most ``report_age_ms_max`` old. Each reporter's reports of the last
-``WINDOW_MS`` (at most ``WINDOW_REPORTS_MAX``, see ``windows.py``) are kept, and rates are counts over the windows they cover::
+``WINDOW_MS`` (at most ``WINDOW_REPORTS_MAX``, see ``windows.py``) are kept, and rates are counts over the windows they
+cover::
 
     rate = sum over fresh reporters of (sum of counts / sum of window_ms)
 
