@@ -146,9 +146,12 @@ class ReplicaState(StrEnum):
     STUCK = "stuck"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReplicaReport:
-    """One replica's signals for one window, pushed to the controller; a subset travels to the routers."""
+    """One replica's signals for one window, pushed to the controller; a subset travels to the routers.
+
+    To be read only; not frozen, because a large fleet makes a thousand of its many fields each second.
+    """
 
     replica_id: ReplicaId
     model: str

@@ -237,7 +237,9 @@ def is_stuck(replica: ReplicaSignals) -> bool:
         if sample.value.steps or not (sample.value.running or sample.value.waiting):
             break
         idle_ms += sample.value.window_ms
+    if idle_ms < STUCK_MS:
+        return False
     longest_ms = 0.0
     if latest.step_model is not None:
         longest_ms = predict_step_ms(latest.step_model, latest.running, latest.kv_tokens_used, latest.step_tokens_hard)
-    return idle_ms >= max(STUCK_MS, 2 * longest_ms)
+    return idle_ms >= 2 * longest_ms
