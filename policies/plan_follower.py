@@ -14,22 +14,24 @@ from __future__ import annotations
 
 import math
 
-from policies.types import Plan, Sampled
+from policies.types import Plan
 
 
 class PlanFollower:
     """Holds at most one plan."""
 
     def __init__(self) -> None:
-        self._last: Sampled[Plan] | None = None
+        self._last: Plan | None = None
+        self._received_ns = 0
         self._young_until_ns = 0
         """Up to then the last plan is surely in force; beyond, its age decides."""
 
     def receive(self, plan: Plan, now_ns: int) -> bool:
         """Take a plan from the controller; ``True`` when it is now the one in force."""
-        if self._last is not None and plan.epoch == self._last.value.epoch and plan.seq <= self._last.value.seq:
+        last = self._last
+        if last is not None and plan.epoch == last.epoch and plan.seq <= last.seq:
             return False
-        self._last = Sampled(plan, now_ns)
+        self._last, self._received_ns = plan, now_ns
         self._young_until_ns = now_ns + int(plan.ttl_ms * 1e6) if plan.ttl_ms < math.inf else now_ns
         return True
 
@@ -38,10 +40,10 @@ class PlanFollower:
         last = self._last
         if last is None:
             return None
-        if now_ns > self._young_until_ns and last.age_ms(now_ns) > last.value.ttl_ms:
+        if now_ns > self._young_until_ns and (now_ns - self._received_ns) / 1e6 > last.ttl_ms:
             return None
-        return last.value
+        return last
 
     def age_ms(self, now_ns: int) -> float | None:
         """Age in ms of the last plan received, in force or not; ``None`` before the first."""
-        return None if self._last is None else self._last.age_ms(now_ns)
+        return None if self._last is None else (now_ns - self._received_ns) / 1e6

@@ -98,6 +98,8 @@ class Replica:
         self._first_byte_ns = ns(self._profile.first_token_overhead_ms)
         self._follower = PlanFollower()
         self._knobs = START_UP
+        self._idle_stats: dict[str, object] = {}
+        """Its last sample, where it had no work then."""
         self._knobs_told = START_UP
         """As in the last report."""
         self._report_rng: Random | None = None
@@ -347,8 +349,10 @@ class Replica:
     def routing_stats(self, now_ns: int) -> dict[str, object]:
         """Sample for routers, the keys of the live one."""
         self._stats_seq += 1
+        if self._idle is not None and self._idle_stats:
+            return {**self._idle_stats, "seq": self._stats_seq}
         gauges, step = self._gauges(now_ns), self._step
-        return {
+        stats: dict[str, object] = {
             "seq": self._stats_seq,
             "state": str(self.state(now_ns)),
             "running": gauges.running,
@@ -364,6 +368,8 @@ class Replica:
             "step_d_ms": step.d_ms,
             "step_samples": step.samples,
         }
+        self._idle_stats = stats if self._idle is not None else {}
+        return stats
 
     def _on_report(self, now_ns: int, _: object) -> None:
         rng = self._report_rng
@@ -426,7 +432,7 @@ class Replica:
         self._serve.add_window(window)
         self._step = window.step_model
         if not (self.inside or self._wake_ns or self.running or self.waiting):
-            self._idle = self._engine.gauges(now_ns), self._engine.take_window(now_ns)
+            self._idle, self._idle_stats = (self._engine.gauges(now_ns), self._engine.take_window(now_ns)), {}
         return window
 
     def _deliver(self, now_ns: int, report: ReplicaReport) -> None:

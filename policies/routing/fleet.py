@@ -49,7 +49,7 @@ SAMPLES_AT_ONCE = 128
 """New samples that one update puts in their place on the board."""
 
 SAMPLES_PER_CHOICE = 2
-"""New samples that one choice puts in their place on the board."""
+"""New samples, and in a large fleet changed counts, that one choice puts in their place on the board."""
 
 LEARNED_STEPS_MIN = 16
 """Steps from which on a replica's own step model is believed before that of another."""
@@ -71,8 +71,8 @@ class _Member:
 
     __slots__ = (
         "at_sample", "draining", "gone", "kv_tokens_max", "kv_tokens_used", "prefill_backlog_tokens", "received_ns",
-        "replica_id", "running", "running_seqs_max", "seq", "state", "step_model", "step_samples", "step_tokens_max",
-        "told", "unread", "view", "view_until_ns", "waiting", "watched",
+        "replica_id", "requests", "running", "running_seqs_max", "seq", "state", "step_model", "step_samples",
+        "step_tokens_max", "told", "unread", "view", "view_until_ns", "waiting", "watched",
     )  # fmt: skip
 
     def __init__(self, replica_id: ReplicaId) -> None:
@@ -88,6 +88,8 @@ class _Member:
         self.at_sample = (0, 0, 0)
         self.running: int | None = None
         self.waiting: int | None = None
+        self.requests: int | None = None
+        """Running and waiting together."""
         self.prefill_backlog_tokens: int | None = None
         self.kv_tokens_used: int | None = None
         self.kv_tokens_max: int | None = None
@@ -115,6 +117,10 @@ class _Member:
             values[5] or None,
             values[6] or None,
         )
+        if self.running is not None or self.waiting is not None:
+            self.requests = (self.running or 0) + (self.waiting or 0)
+        else:
+            self.requests = None
         self.step_model = _step_model(told[7:], self.step_samples) or self.step_model
 
     @property
@@ -138,6 +144,7 @@ class Fleet:
 
     def __init__(self, config: RoutingConfig, book: LoadBook) -> None:
         self._config = config
+        self._age_ms_max = config.sample_age_ms_max
         self._book = book
         self._members: dict[ReplicaId, _Member] = {}
         self._sorted: list[_Member] = []
@@ -146,7 +153,8 @@ class Fleet:
         self._due: dict[ReplicaId, _Member] = {}
         """Members whose standing changed."""
         self._late: dict[ReplicaId, _Member] = {}
-        """Members with a new sample that is not on the board yet; it never changes whether they are available."""
+        """Members whose new sample, or in a large fleet new count, is not on the board yet; it never changes whether
+        they are available."""
         self._watch: list[tuple[int, int, _Member]] = []
         """Heap of times at which samples may be too old, with a running number."""
         self._watched = 0
@@ -333,12 +341,13 @@ class Fleet:
 
     def _drain(self) -> None:
         """Note whose local counts changed."""
+        few = len(self._members) <= SAMPLES_AT_ONCE
         for replica_id in self._book.take_changed():
             member = self._members.get(replica_id)
             if member is not None:
                 self._views_due[replica_id] = member
                 if self._board is not None:
-                    self._due[replica_id] = member
+                    (self._due if few else self._late)[replica_id] = member
 
     def _take_late(self, count: int, now_ns: int) -> None:
         if self._board is None or not self._late:
@@ -364,21 +373,21 @@ class Fleet:
 
     def _place(self, board: Board, member: _Member, now_ns: int) -> None:
         """Compute a member's standing and put it on the board."""
-        member.read()
-        self._late.pop(member.replica_id, None)
-        requests, prefill_tokens, kv_tokens = self._book.counts(member.replica_id)
-        fresh = member.fresh(now_ns, self._config.sample_age_ms_max)
+        if member.unread:
+            member.read()
+        replica_id = member.replica_id
+        self._late.pop(replica_id, None)
+        requests, prefill_tokens, kv_tokens = self._book.counts(replica_id)
+        fresh = member.fresh(now_ns, self._age_ms_max)
         if fresh:
             if not member.watched:
                 self._watch_age(member, now_ns)
             at_requests, at_prefill_tokens, at_kv_tokens = member.at_sample
-            running, waiting = member.running, member.waiting
-            sampled = None if running is None and waiting is None else (running or 0) + (waiting or 0)
-            requests = join(requests, sampled, at_requests)
+            requests = join(requests, member.requests, at_requests)
             prefill_tokens = join(prefill_tokens, member.prefill_backlog_tokens, at_prefill_tokens)
             kv_tokens = join(kv_tokens, member.kv_tokens_used, at_kv_tokens)
         standing = None
-        if not member.unavailable_reason(fresh):
+        if not member.draining and not (fresh and member.state == _STUCK):
             standing = Standing(
                 requests,
                 prefill_tokens,
@@ -388,7 +397,7 @@ class Fleet:
                 member.step_tokens_max or CHUNK_TOKENS_GUESS,
                 self._step_model_of(member) or self._config.step_prior,
             )
-        board.put(member.replica_id, standing)
+        board.put(replica_id, standing)
 
 
 def _number(value: object) -> float | None:

@@ -101,9 +101,8 @@ class Standing:
     """
 
     __slots__ = (
-        "_chunk_tokens", "_end_ms", "_gap_ms", "_kv_room", "_kv_token_ms", "_running", "_slot_ends",
-        "_step", "_step_ms", "_token_ms",
-        "kind", "kv_tokens", "kv_tokens_max", "load_tokens", "prefill_tokens", "requests",
+        "_chunk_tokens", "_end_ms", "_gap_ms", "_kv_room", "_kv_token_ms", "_running", "_slot_ends", "_step",
+        "_step_ms", "kind", "kv_tokens", "kv_tokens_max", "load_tokens", "prefill_tokens", "requests", "token_ms",
     )  # fmt: skip
 
     def __init__(
@@ -133,7 +132,8 @@ class Standing:
         self._step = step
         decode_ms = predict_step_ms(step, running, kv_tokens, 0)
         self._step_ms = decode_ms + step.b_ms
-        self._token_ms = step.d_ms
+        self.token_ms = step.d_ms
+        """Time the engine spends on one prompt token."""
         self._kv_token_ms = step.c_ms / 1000
         self._gap_ms = self._step_ms + self._kv_token_ms * prefill_tokens
         self.kind = int(math.log(step.d_ms + 1e-6) * KINDS_PER_E_FOLD)
@@ -144,7 +144,7 @@ class Standing:
         """Predicted time to the first token of a request with so many tokens to compute, at least 1."""
         tokens = self.prefill_tokens + uncached_tokens
         if tokens <= self._chunk_tokens:
-            ms = self._step_ms + self._token_ms * tokens
+            ms = self._step_ms + self.token_ms * tokens
         else:
             ms = chunked_prefill_ms(self._step, tokens, self._chunk_tokens, self._step_ms)
         ends = self._slot_ends
@@ -152,10 +152,6 @@ class Standing:
             for_kv = math.ceil((uncached_tokens - self._kv_room) * self._running / self.kv_tokens)
             ends = max(ends, min(for_kv, self.requests))
         return ms + ends * self._end_ms if ends else ms
-
-    def compute_ms(self, uncached_tokens: float) -> float:
-        """Time the engine spends on so many prompt tokens."""
-        return self._token_ms * uncached_tokens
 
     def gap_ms(self, prompt_tokens: int) -> float:
         """Predicted gap of the streams there once all that waits decodes, one more of ``prompt_tokens`` among them."""
@@ -211,12 +207,12 @@ def estimate_at(request: Request, standing: Standing, hit_blocks: int, strength:
     if not hit_blocks:
         uncached = float(request.prompt_tokens) or 1.0
         ttft_ms = standing.ttft_ms(uncached)
-        return Estimate(ttft_ms, 0, uncached, load, ttft_ms + WORK_WEIGHT * standing.compute_ms(uncached), load)
+        return Estimate(ttft_ms, 0, uncached, load, ttft_ms + WORK_WEIGHT * (standing.token_ms * uncached), load)
     hit_tokens = min(hit_blocks * request.block_tokens, request.prompt_tokens)
     uncached = max(1.0, request.prompt_tokens - strength * hit_tokens)
     own_backlog = min(hit_tokens, standing.prefill_tokens)
     ttft_ms = standing.ttft_ms(uncached)
-    cost_ms = ttft_ms + WORK_WEIGHT * standing.compute_ms(uncached)
+    cost_ms = ttft_ms + WORK_WEIGHT * (standing.token_ms * uncached)
     return Estimate(ttft_ms, hit_tokens, uncached, load, cost_ms, load - own_backlog)
 
 

@@ -28,11 +28,11 @@ from policies.routing.predict import Standing
 from policies.routing.prefix_index import Levels, PrefixIndex
 from policies.types import ReplicaId, Request
 
-SIZE = 16
+SIZE = 12
 """Replicas on a shortlist."""
 
-HOLDERS = 4
-HOLDERS_SEEN = 10
+HOLDERS = 3
+HOLDERS_SEEN = 8
 HOMES = 3
 HOMES_SEEN = 24
 """Points of the ring that are looked at for homes."""
