@@ -306,8 +306,11 @@ def scalers(bench: Bench, cases: Sequence[Case]) -> Iterator[list[Arm]]:
 PARTS = {"routers": routers, "fleets": fleets, "scalers": scalers}
 
 
-def print_place(arms: Sequence[Arm]) -> float:
-    """One table; the ratio of Tidegate to the best baseline, of those that keep the SLO where one was asked for."""
+def print_place(arms: Sequence[Arm]) -> float | None:
+    """One table; the ratio of Tidegate to the best baseline, of those that keep the SLO where one was asked for.
+
+    ``None``: no baseline keeps it.
+    """
     equal_slo = "objectives" in arms[0].place or " to " in arms[0].place
     others = [a for a in arms if a.name != TIDEGATE]
     held = [a for a in others if not equal_slo or a.mean(lambda o: o.attainment) >= SLO_SHARE]
@@ -326,7 +329,7 @@ def print_place(arms: Sequence[Arm]) -> float:
             flush=True,
         )
     ours = next(a for a in arms if a.name == TIDEGATE).mean(lambda o: o.per_usd)
-    return ours / best if best else 0.0
+    return ours / best if best else None
 
 
 def main() -> int:
@@ -353,6 +356,9 @@ def main() -> int:
         for arms in PARTS[part](bench, cases):
             ratio = print_place(arms)
             written += [asdict(a) for a in arms]
+            if ratio is None:
+                print(f"  no baseline keeps {SLO_SHARE:.0%} within the objectives: nothing to compare at equal SLO")
+                continue
             if ratio < min(BARS.values()):
                 below.append(f"{arms[0].place}: {ratio:.2f}")
             print(f"  Tidegate over the best baseline: {ratio:.2f} (bar {BARS[arms[0].kind]:g}, nowhere below 0.98)")
