@@ -248,8 +248,24 @@ def replicas_at(history: FleetHistory, unix_ns: int) -> int | None:
     return max(1, (before[-1] if before else history.timeline[0][1]).view.replicas_running)
 
 
+def start_times_ms(history: FleetHistory) -> list[float]:
+    """From each rise of Serve's target to the rise of its running replicas, in ms, as far as both were recorded."""
+    found: list[float] = []
+    waiting: list[int] = []
+    before = None
+    for at, line in history.timeline:
+        view = line.view
+        if before is not None:
+            waiting += [at] * (view.replicas_target - before.replicas_target)
+            ready = max(0, view.replicas_running - before.replicas_running)
+            found += [(at - since) / 1e6 for since in waiting[:ready]]
+            waiting = waiting[ready:]
+        before = view
+    return found
+
+
 def profile_of(history: FleetHistory, model: str) -> EngineProfile:
-    """The engine as its replicas reported it: learned step model, sizes, measured start.
+    """The engine as its replicas reported it: learned step model, sizes, and the start as Serve saw it, else as told.
 
     Prices and the time a request spends outside steps are not in reports and are 0 here.
 
@@ -267,7 +283,8 @@ def profile_of(history: FleetHistory, model: str) -> EngineProfile:
     except FitError:
         why = "no replica in the recording had learned its step model; name an engine profile (--profile)"
         raise TraceError(why) from None
-    starts = sorted(r.cold_start_ms for r in last.values() if r.cold_start_ms is not None)
+    told = [r.cold_start_ms for r in last.values() if r.cold_start_ms is not None]
+    starts = sorted(start_times_ms(history) or told)
     kv_tokens = max(r.kv_tokens_max for r in last.values())
     return EngineProfile(
         name="as-recorded",

@@ -33,7 +33,7 @@ import aiohttp
 from autoscaling.simulator.fit import StepSample, batch_knots, fit_steps
 from autoscaling.simulator.records import Records, RunResult
 from autoscaling.simulator.replay import Replayed, Writer, replay_decisions
-from autoscaling.simulator.replay_traffic import FleetHistory, profile_of, recorded_run
+from autoscaling.simulator.replay_traffic import profile_of, recorded_run, start_times_ms
 from autoscaling.simulator.report import Summary, summarise
 from autoscaling.simulator.spec import EngineProfile, NetworkSpec, StepLaw
 from autoscaling.simulator.world import run
@@ -270,22 +270,6 @@ def outside_steps_ms(fleet: RecordedFleet, law: StepLaw) -> float:
         if line.ttft_ms is not None
     ]
     return max(0.0, h.median(spent))
-
-
-def start_times_ms(history: FleetHistory) -> list[float]:
-    """From each rise of Serve's target to the rise of its running replicas, in ms."""
-    found: list[float] = []
-    waiting: list[int] = []
-    before = None
-    for at, line in history.timeline:
-        view = line.view
-        if before is not None:
-            waiting += [at] * (view.replicas_target - before.replicas_target)
-            ready = max(0, view.replicas_running - before.replicas_running)
-            found += [(at - since) / 1e6 for since in waiting[:ready]]
-            waiting = waiting[ready:]
-        before = view
-    return found
 
 
 def replayed(lives: Sequence[Writer]) -> tuple[int, int]:

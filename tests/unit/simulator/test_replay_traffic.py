@@ -22,6 +22,7 @@ from autoscaling.simulator.replay_traffic import (
     recorded_run,
     recorded_until_ns,
     replicas_at,
+    start_times_ms,
     token_blocks,
     tokens_per_block,
     traffic_of,
@@ -169,6 +170,15 @@ def test_a_profile_is_what_the_replicas_reported() -> None:
         profile_of(history_of([life(ReplicaLine(S, fresh))]), "m")
     with pytest.raises(TraceError, match="--profile"):
         profile_of(history_of([]), "m")
+
+
+def test_a_start_lasts_from_the_wish_to_readiness_where_serve_told_both() -> None:
+    words = (fleet_line(0, 1, 1), fleet_line(5, 1, 3), fleet_line(12, 2, 3), fleet_line(14, 3, 3), fleet_line(20, 2, 2))
+    history = history_of([life(*words, ReplicaLine(21 * S, replace(LEARNED, cold_start_ms=500.0)))])
+    assert start_times_ms(history) == [7_000.0, 9_000.0]
+    assert profile_of(history, "m").cold_start_ms == 9_000.0
+    told = history_of([life(ReplicaLine(S, replace(LEARNED, cold_start_ms=500.0)))])
+    assert profile_of(told, "m").cold_start_ms == 500.0
 
 
 def test_the_fleet_at_a_time_is_serve_s_last_word_before() -> None:
