@@ -31,7 +31,7 @@ class Names:
         return number
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """One client request, its repetitions by the client included. Times are in ms since its first arrival."""
 

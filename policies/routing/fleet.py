@@ -29,8 +29,8 @@ What this must not do: drop load or prefixes of removed members itself (their ow
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import islice
 from typing import TypeAlias
 
 from policies.config import RoutingConfig
@@ -152,7 +152,7 @@ class Fleet:
         self._board: Board | None = None
         self._due: dict[ReplicaId, _Member] = {}
         """Members whose standing changed."""
-        self._late: dict[ReplicaId, _Member] = {}
+        self._late: OrderedDict[ReplicaId, _Member] = OrderedDict()
         """Members whose new sample, or in a large fleet new count, is not on the board yet; it never changes whether
         they are available."""
         self._watch: list[tuple[int, int, _Member]] = []
@@ -352,8 +352,8 @@ class Fleet:
     def _take_late(self, count: int, now_ns: int) -> None:
         if self._board is None or not self._late:
             return
-        for replica_id in list(islice(self._late, count)):
-            self._place(self._board, self._late[replica_id], now_ns)
+        for _ in range(min(count, len(self._late))):
+            self._place(self._board, self._late.popitem(last=False)[1], now_ns)
 
     def _check_age(self, member: _Member, now_ns: int) -> None:
         """Look at a member whose sample may be too old; one whose sample is not is looked at again when it may be."""
