@@ -11,8 +11,8 @@ UNIT := tests/unit tests/test_architecture.py
 PROPERTY := tests/property tests/sim
 STACK := tests/contract tests/serve
 ENGINE := tests/engine
-BENCHES := startup added_ttft relay_cpu affinity token_budget scaling controller_kill control_tick sim_accuracy sim_speed \
-	sim_live compare dynamo_r1
+BENCHES := startup added_ttft relay_cpu affinity token_budget batch_goodput speculation scaling controller_kill explained control_tick control_week sim_accuracy sim_speed \
+	rollback sim_live compare dynamo_r1 request_cpu fairness retry_storm replica_kill overload scenarios joint soak elastic
 
 .PHONY: help serve stop model doctor check format lint types imports unit property test stack engine sim bench lock install dev
 
@@ -54,8 +54,7 @@ property: dev
 	$(PYTEST) $(PROPERTY)
 
 test: dev ## All tests: pure, then Ray Serve with emulated engines, then real vLLM; under 20 minutes
-	$(MAKE) unit
-	$(MAKE) property
+	$(MAKE) -j2 --output-sync=target unit property
 	$(MAKE) stack
 	$(MAKE) engine
 
@@ -73,11 +72,11 @@ bench: dev ## Run every benchmark and print its table
 	$(PY) -m deployments.cli model
 	set -e; for name in $(BENCHES); do echo; echo "== $$name"; $(PY) -m tests.bench.$$name; done
 
-lock: dev ## Resolve requirements/*.lock anew from pyproject.toml
+lock: dev ## Resolve requirements/*.lock anew
 	$(PY) requirements/lock.py
 
 install:
 	requirements/install.sh cpu
 
 dev:
-	requirements/install.sh cpu dev
+	requirements/install.sh cpu dev hosting

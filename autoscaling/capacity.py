@@ -13,13 +13,15 @@ what it could carry), which is why demand is never read from it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoscaling.demand import Demand
 from policies.config import ObjectivesConfig
 from policies.control.signals import ReplicaSignals
-from policies.step_model import largest, predict_step_ms
-from policies.types import StepCoefficients
+from policies.control.turns import Turns
+from policies.step_model import largest_batch, predict_step_ms
+from policies.types import ReplicaId, StepCoefficients
 
 KV_TOKENS_MEAN_PRIOR = 256.0
 """KV tokens of a sequence before any ran."""
@@ -55,6 +57,11 @@ class Capacity:
         return 1000 / cost_ms if cost_ms > 0 else None
 
 
+def ceiling(replicas: float) -> int:
+    """Whole replicas for a share of them; forgives the last digits of a float."""
+    return math.ceil(replicas - 1e-9)
+
+
 def replica_capacity(
     model: StepCoefficients,
     running_seqs_max: int,
@@ -65,39 +72,55 @@ def replica_capacity(
     """Capacity of an engine. A batch of one is assumed possible even where it misses the objective."""
     per_seq = kv_tokens_mean or KV_TOKENS_MEAN_PRIOR
     kv_tokens = kv_tokens_max * KV_SHARE_PLANNED if kv_tokens_max > 0 else float("inf")
-
-    def fits(batch: int) -> bool:
-        kept = batch * per_seq
-        return kept <= kv_tokens and predict_step_ms(model, batch, kept, 0) <= objectives.itl_ms
-
-    per_seq_ms = model.b_ms + model.c_ms * per_seq / 1000
-    guess = (objectives.itl_ms - model.a_ms) / per_seq_ms if per_seq_ms > 0 else math.inf
-    batch = largest(1, max(1, running_seqs_max), fits, min(guess, kv_tokens / per_seq)) or 1
+    batch = largest_batch(model, per_seq, kv_tokens, running_seqs_max, objectives.itl_ms)
     step_ms = predict_step_ms(model, batch, batch * per_seq, 0)
     return Capacity(batch, step_ms / batch, model.d_ms, kv_tokens)
 
 
-def mean_capacity(
-    replicas: tuple[ReplicaSignals, ...], demand: Demand, objectives: ObjectivesConfig, samples_min: int
-) -> Capacity | None:
-    """Mean of the replicas whose step model can be trusted; ``None`` when none can.
+class Capacities:
+    """Capacity of each replica, worked out anew when it is its turn (:mod:`policies.control.turns`)."""
 
-    Work per replica adds up, so the means are of speeds, not of times.
-    """
-    known = [
-        replica_capacity(model, _seqs_max(r), r.latest.kv_tokens_max, demand.kv_tokens_mean, objectives)
-        for r in replicas
-        if (model := r.latest.step_model) is not None
-        and model.samples >= samples_min
-        and (model.error_share is None or model.error_share <= ERROR_SHARE_MAX)
-    ]
+    def __init__(self) -> None:
+        self._turns = Turns()
+        self._known: dict[ReplicaId, Capacity | None] = {}
+
+    def mean(
+        self, replicas: Sequence[ReplicaSignals], demand: Demand, objectives: ObjectivesConfig, samples_min: int
+    ) -> Capacity | None:
+        """Mean of the replicas whose step model can be trusted; ``None`` when none can. Call it once per tick."""
+        known, self._known = self._known, {}
+        due = self._turns.due(len(replicas))
+        for number, replica in enumerate(replicas):
+            replica_id = replica.latest.replica_id
+            if number in due or replica_id not in known:
+                self._known[replica_id] = _trusted_capacity(replica, demand, objectives, samples_min)
+            else:
+                self._known[replica_id] = known[replica_id]
+        return _mean([c for c in self._known.values() if c is not None])
+
+
+def _trusted_capacity(
+    replica: ReplicaSignals, demand: Demand, objectives: ObjectivesConfig, samples_min: int
+) -> Capacity | None:
+    """Capacity of one replica; ``None`` where its step model cannot be trusted."""
+    model = replica.latest.step_model
+    if model is None or model.samples < samples_min:
+        return None
+    if model.error_share is not None and model.error_share > ERROR_SHARE_MAX:
+        return None
+    kv_max, kv_mean = replica.latest.kv_tokens_max, demand.kv_tokens_mean
+    return replica_capacity(model, _seqs_max(replica), kv_max, kv_mean, objectives)
+
+
+def _mean(known: Sequence[Capacity]) -> Capacity | None:
+    """Work per replica adds up, so the means are of speeds, not of times."""
     if not known:
         return None
     return Capacity(
-        batch=round(sum(c.batch for c in known) / len(known)),
+        batch=round(sum([c.batch for c in known]) / len(known)),
         decode_token_ms=_mean_ms([c.decode_token_ms for c in known]),
         prefill_token_ms=_mean_ms([c.prefill_token_ms for c in known]),
-        kv_tokens=sum(c.kv_tokens for c in known) / len(known),
+        kv_tokens=sum([c.kv_tokens for c in known]) / len(known),
     )
 
 
@@ -108,4 +131,4 @@ def _seqs_max(replica: ReplicaSignals) -> int:
 
 def _mean_ms(times_ms: list[float]) -> float:
     """Mean time of work that is spread by speed: the harmonic mean; 0 when any is 0."""
-    return 0.0 if min(times_ms) <= 0 else len(times_ms) / sum(1 / t for t in times_ms)
+    return 0.0 if min(times_ms) <= 0 else len(times_ms) / sum([1 / t for t in times_ms])

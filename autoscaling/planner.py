@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autoscaling.capacity import ceiling
 from autoscaling.planning.fleets import Candidate, Goal, Kind, Unreachable, unreachable, work_of
 from autoscaling.planning.load import LoadFigures, measure
 from autoscaling.planning.trials import Scope, SearchEndedError, Task, Trial, Trials
@@ -200,7 +201,7 @@ class _Search:
 
     def _static(self, kind: Kind) -> None:
         work, price = self._works[kind.profile.name], kind.profile.usd_per_hour
-        low = max(2 if kind.divided else 1, math.ceil(work.bound - 1e-9))
+        low = max(2 if kind.divided else 1, ceiling(work.bound))
         words = kind.words()
         if low * price >= self._limit():
             text = f"{low} replicas, the least that could do, cost ${low * price:.2f}/h"

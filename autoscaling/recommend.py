@@ -15,6 +15,9 @@ for nothing while replicas are pending (they are the answer to it, so a slow sta
 :data:`SETTLE_NS` after their number changed; but while it is there the number does not fall. Before any step model can
 be trusted, load is open requests over ``inflight_target``.
 
+What is measured is the load of now; a replica asked for now serves that of one start-up ahead. Where forecasts of it
+(``demand_forecast.py``) have proved how wrong they are, their upper quantile is asked for as well (``Forecast``).
+
 Going down is asked for only where the remaining replicas carry the load with headroom and a tolerance:
 ``share <= n * headroom * DOWN_TOLERANCE``; never when blind, partly blind, without a fresh gateway or without Serve's
 own word. ``autoscaling/stabilise.py`` turns the asks of many ticks into a target.
@@ -26,11 +29,13 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from autoscaling.capacity import Capacity, mean_capacity
+from autoscaling.capacity import Capacities, Capacity, ceiling
 from autoscaling.demand import Demand, DemandMeter
+from autoscaling.demand_forecast import DemandForecast
 from autoscaling.stabilise import Ask, Stabiliser
 from policies.config import PolicyConfig
-from policies.control.scaler import ScaleAdvice
+from policies.control.joint import cold_start_ms
+from policies.control.scaler import Ahead, ScaleAdvice
 from policies.control.signals import ReplicaSignals, Signals
 from policies.types import Reason, ReplicaState
 
@@ -86,11 +91,17 @@ class ReplicaScaler:
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
         self._meter = DemandMeter()
+        self._capacities = Capacities()
+        self._forecast = DemandForecast(config.scaling) if config.scaling.forecast else None
         self._stabiliser = Stabiliser(config.scaling)
         self._queue: deque[tuple[int, int]] = deque(maxlen=SLOPE_SAMPLES_MAX)
         self._inflight: deque[tuple[int, int]] = deque(maxlen=SLOPE_SAMPLES_MAX)
         self._running: int | None = None
         self._changed_ns: int | None = None
+
+    def reconfigure(self, config: PolicyConfig) -> None:
+        """Steer by the objectives of ``config``; everything else in it is as before."""
+        self._config = config
 
     def recommend(self, signals: Signals, now_ns: int) -> ScaleAdvice:
         """One tick; see the module."""
@@ -106,15 +117,27 @@ class ReplicaScaler:
             return ScaleAdvice(held.target, held.reason, {"replicas_running": running}, held.stages, held.held)
         if self._stabiliser.target is None:
             return ScaleAdvice(None, Reason("Unknown", "no replica runs and Serve has not spoken yet"))
-        capacity = mean_capacity(signals.serving, demand, self._config.objectives, self._config.batching.samples_min)
+        samples_min = self._config.batching.samples_min
+        capacity = self._capacities.mean(signals.serving, demand, self._config.objectives, samples_min)
         pending = max(0, self._stabiliser.target - running)
         pressure = self._pressure(signals, demand, capacity, running, pending, now_ns)
-        ask, share = self._ask(demand, capacity, pressure, running)
+        ahead = self._look_ahead(demand, signals, now_ns)
+        ask, share = self._ask(demand, capacity, pressure, running, ahead)
         result = self._stabiliser.step(ask, running, signals.fleet, _hold_down(signals), now_ns)
         stages = (adopted, *result.stages) if adopted else result.stages
         inputs = _inputs(signals, demand, capacity, pressure, share, running)
-        inputs |= {"ask_up": ask.up, "ask_down": ask.down}
-        return ScaleAdvice(result.target, result.reason, inputs, stages, result.held)
+        inputs |= {"ask_up": ask.up, "ask_down": ask.down} | _ahead_inputs(ahead)
+        return ScaleAdvice(result.target, result.reason, inputs, stages, result.held, ahead)
+
+    def adopt(self, target: int, now_ns: int) -> None:
+        """Another number stands than the one advised: only asks beyond it count from there."""
+        self._stabiliser.overrule(target, now_ns)
+
+    def _look_ahead(self, demand: Demand, signals: Signals, now_ns: int) -> Ahead | None:
+        if self._forecast is None:
+            return None
+        self._forecast.measure(demand, signals, cold_start_ms(signals) / 1000, now_ns)
+        return self._forecast.ahead()
 
     def _follow(self, signals: Signals, demand: Demand, running: int, now_ns: int) -> None:
         if self._running is not None and running != self._running:
@@ -129,7 +152,7 @@ class ReplicaScaler:
                 samples.popleft()
 
     def _ask(
-        self, demand: Demand, capacity: Capacity | None, pressure: Pressure, running: int
+        self, demand: Demand, capacity: Capacity | None, pressure: Pressure, running: int, ahead: Ahead | None
     ) -> tuple[Ask, float | None]:
         headroom, target = self._config.scaling.headroom, self._config.scaling.inflight_target
         if capacity is None:
@@ -141,15 +164,22 @@ class ReplicaScaler:
         else:
             prefill_tps, decode_tps = demand.rates(backlog=any(n for _, n in self._queue))
             share = capacity.share(prefill_tps, decode_tps, demand.kv_tokens)
-            up = max(1, _ceil(share / headroom))
+            up = max(1, ceiling(share / headroom))
             most = capacity.share(*demand.rates(backlog=False), demand.kv_tokens)
-            down = max(1, _ceil(most / (headroom * DOWN_TOLERANCE)))
+            down = max(1, ceiling(most / (headroom * DOWN_TOLERANCE)))
             text = f"the load fills {share:.2f} replicas, planned to {headroom:.0%}"
             reason = Reason("Demand", text)
             open_max = max((n for _, n in self._inflight), default=0)
             if up > max(1, open_max):
                 up = max(1, open_max)
                 reason = Reason("FewRequests", f"{text}, but only {open_max} requests were open at once")
+            if ahead is not None and ahead.trusted:
+                coming = capacity.share(ahead.prefill_tps, ahead.decode_tps, ahead.kv_tokens)
+                needed = max(1, ceiling(coming / headroom))
+                down = max(down, needed)
+                if needed > up:
+                    text = f"{coming:.2f} replicas will be full in {ahead.horizon_s:.0f} s ({ahead.by})"
+                    up, reason = needed, Reason("Forecast", text)
         if pressure.replicas > up:
             up, reason = pressure.replicas, pressure.reason
         if pressure.full:
@@ -174,7 +204,7 @@ class ReplicaScaler:
         if missing_ps <= 0 and slope < 0:
             text = f"{demand.queue} wait, but the queue shrinks by {-slope:.2f} a second"
             return Pressure(0, Reason("QueueShrinks", text), startable, slope, True)
-        more = max(1, _ceil(missing_ps / rate)) if rate is not None else 1
+        more = max(1, ceiling(missing_ps / rate)) if rate is not None else 1
         if demand.queue > startable:
             text = f"all are full and {demand.queue} wait, {startable:.1f} can start within {ttft_s:g} s"
             return Pressure(running + more, Reason("QueuePressure", text), startable, slope, True)
@@ -207,6 +237,20 @@ class ReplicaScaler:
         return growth / elapsed_s if elapsed_s > 0 else 0.0
 
 
+def _ahead_inputs(ahead: Ahead | None) -> dict[str, float | int | str | None]:
+    if ahead is None:
+        return {}
+    return {
+        "ahead_s": ahead.horizon_s,
+        "ahead_prefill_tps": ahead.prefill_tps,
+        "ahead_decode_tps": ahead.decode_tps,
+        "ahead_kv_tokens": ahead.kv_tokens,
+        "ahead_margin": ahead.margin,
+        "ahead_trusted": int(ahead.trusted),
+        "ahead_by": ahead.by,
+    }
+
+
 def _hold_down(signals: Signals) -> Reason | None:
     """Why the number of replicas must not fall at this tick, if it must not."""
     if signals.fleet is None:
@@ -228,8 +272,9 @@ def _all_full(signals: Signals, running: int) -> bool:
 
 def _is_full(replica: ReplicaSignals) -> bool:
     latest, busy = replica.latest, replica.busy_share
-    at_cap = latest.running >= (latest.knobs.running_seqs_max or latest.running_seqs_hard)
-    return busy is not None and busy >= BUSY_SHARE_FULL and (latest.waiting > 0 or at_cap)
+    if busy is None or busy < BUSY_SHARE_FULL:
+        return False
+    return latest.waiting > 0 or latest.running >= (latest.knobs.running_seqs_max or latest.running_seqs_hard)
 
 
 def _requests_ps(demand: Demand, capacity: Capacity | None) -> float | None:
@@ -240,11 +285,6 @@ def _requests_ps(demand: Demand, capacity: Capacity | None) -> float | None:
 
 def _mean_ns(samples: list[tuple[int, int]]) -> float:
     return sum(t for t, _ in samples) / len(samples)
-
-
-def _ceil(value: float) -> int:
-    """Ceiling that forgives the last digits of a float."""
-    return math.ceil(value - 1e-9)
 
 
 def _inputs(

@@ -97,6 +97,8 @@ class Stabiliser:
         self._config = config
         self._window = DownWindow(int(config.down_window_s * 1e9))
         self._asks: deque[int] = deque(maxlen=config.up_ticks)
+        self._before: tuple[int | None, int | None, tuple[int, ...]] = (None, None, ())
+        """Target, time of the last decision and asks, as they were before the last decision."""
         self._serve_target: int | None = None
         self._decided_ns: int | None = None
         self._given_ns: dict[int, int] = {}
@@ -128,9 +130,24 @@ class Stabiliser:
         self._given_ns[target] = now_ns
         return target
 
+    def overrule(self, target: int, now_ns: int) -> None:
+        """Stand at ``target`` from now on, and not at what was decided at this tick: someone above said so.
+
+        Where that is the target of before, nothing was decided. What the load asked for beyond ``target`` in the last
+        ticks in a row stays counted, so that a load that goes on asking is not confirmed anew each time.
+        """
+        before, decided_ns, asks = self._before
+        self._decided_ns = decided_ns if target == before else now_ns
+        kept: list[int] = []
+        for ask in asks or tuple(self._asks):
+            kept = [*kept, ask] if ask > target else []
+        self._asks = deque(kept, maxlen=self._config.up_ticks)
+        self.target = self._give(target, now_ns)
+
     def hold(self, reason: Reason, fleet: FleetView | None, now_ns: int) -> Stabilised | None:
         """Keep the target whatever the load, within its bounds; ``None`` when there is none yet."""
         self._asks.clear()
+        self._before = (self.target, self._decided_ns, ())
         if self.target is None:
             return None
         low, high = self._bounds(fleet)
@@ -143,6 +160,7 @@ class Stabiliser:
         if self.target is None:
             raise ValueError("adopt() has found no target yet")
         low, high = self._bounds(fleet)
+        self._before = (self.target, self._decided_ns, ())
         stages = [ask.reason]
         held = False
         target = self.target
@@ -163,6 +181,7 @@ class Stabiliser:
             code, word = ("BoundedByMax", "most") if bounded < target else ("BoundedByMin", "fewest")
             stages.append(Reason(code, f"{target} replicas would fit, {bounded} are the {word} allowed"))
         if bounded != self.target:
+            self._before = (self.target, self._decided_ns, tuple(self._asks))
             self.target, self._decided_ns = bounded, now_ns
             self._asks.clear()
         return Stabilised(self._give(bounded, now_ns), stages[-1], tuple(stages), held)

@@ -1,7 +1,8 @@
 """Composition root: the ``args`` of serve_config.yaml become one Serve application.
 
 ``build`` is the import path of the application (``deployments.app:build``). It reads nothing but its argument: settings
-are checked first, and the folder of a recording, so a wrong one stops the deployment before any process starts.
+are checked first, and the folder of a recording and the file of API keys: a wrong one stops the deployment before any
+process starts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 from ray.serve import Application
 
+from deployments.auth import check_keys
 from deployments.gateway import build_gateway_deployment
 from deployments.recording import check_folder
 from deployments.settings import Settings
@@ -33,9 +35,10 @@ def build(args: dict[str, Any]) -> Application:
     """Return the whole application: gateway (ingress), controller actor, engine replicas.
 
     Raises:
-        SettingsError: a key is unknown, misplaced or out of range, or the folder of the recording cannot be written;
-            the message has path, value and nearest valid key.
+        SettingsError: a key is unknown, misplaced or out of range, the folder of the recording cannot be written, or
+            the file of API keys cannot be used; the message has path, value and nearest valid key.
     """
     settings = Settings.load(args)
     check_folder(settings)
+    check_keys(settings.auth)
     return build_gateway_deployment(settings, build_engine(settings))

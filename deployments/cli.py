@@ -1,4 +1,4 @@
-"""``python -m deployments.cli``: up, down, model, doctor, the simulator. A failure is one line that says what to do."""
+"""``python -m deployments.cli``: up, down, model, doctor, keys, control plane, simulator. A failure is one line."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Annotated
 
 import typer
 
-from deployments import launch, model
-from deployments.cluster import Ports
+from deployments import control_commands, key_commands, launch, model
+from deployments.cluster import Ports, ServeApi
 from deployments.model import ModelError
 from deployments.preflight import Level
 from deployments.progress import Progress
+from deployments.reload import ReloadError, reload_objectives
 from deployments.settings import SettingsError
 from deployments.simulation import commands
 
@@ -37,7 +38,7 @@ def one_line_errors(progress: Progress) -> Iterator[None]:
     """Turn whatever goes wrong into words and exit code 1; a traceback goes into ``.run/error.log``."""
     try:
         yield
-    except (SettingsError, ModelError, launch.StartError) as error:
+    except (SettingsError, ModelError, launch.StartError, ReloadError) as error:
         progress.fail(str(error))
         raise typer.Exit(1) from None
     except (launch.Interrupted, KeyboardInterrupt):
@@ -123,7 +124,22 @@ def doctor(config: ConfigOption = CONFIG) -> None:
         progress.say("the machine is ready")
 
 
+@cli.command()
+def reload(config: ConfigOption = CONFIG, dashboard_port: DashboardPort = DEFAULTS.dashboard) -> None:
+    """Take the objectives of the file's user_config into what runs; nothing restarts."""
+    progress = Progress()
+    with one_line_errors(progress):
+        changed = reload_objectives(config, ServeApi(dashboard_port))
+        progress.say(
+            f"handed to {', '.join(changed)}; /control/state shows what is in force"
+            if changed
+            else "nothing to do: the running application has this user_config"
+        )
+
+
 commands.register(cli)
+key_commands.register(cli)
+control_commands.register(cli)
 
 if __name__ == "__main__":
     cli()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deployments.haproxy import stand_before
 from deployments.preflight import Port
 from deployments.run_state import RUN_VARIABLE, RunState
 from deployments.settings import Settings, child_environment, ray_token, ray_token_file
@@ -29,7 +30,9 @@ HAPROXY_RETRIES_MAX = 1
 """Another gateway is tried once, and only where no connection came about: nothing was sent yet. Every other retry is
 the gateway's, out of its budget."""
 MARGIN_S = 60
-"""HAProxy waits this much longer than the gateway, so that the gateway's own error is what a client sees."""
+"""HAProxy waits this much longer than the gateway, so that the gateway's own error is what a client sees: for an answer
+longer than a request may take, for a client longer than one may be idle. While a client waits for an answer, its own
+time-out does not run."""
 SERVE_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_DEPLOYMENT_ACTOR_HEALTH_CHECK_PERIOD_S": "2",  # a dead controller is noticed within this time
@@ -77,7 +80,8 @@ def cluster_environment(settings: Settings, ports: Ports, temp_dir: str, run_id:
     directly in ``temp_dir``: Ray adds a folder named after the node (56 characters), HAProxy's socket paths end at 97.
     """
     gateway, drain_s = settings.gateway, int(settings.model.drain_s_max)
-    silence_s = int(max(gateway.first_byte_timeout_ms, gateway.idle_timeout_ms) / 1000) + MARGIN_S
+    silence_s = int(gateway.total_timeout_ms / 1000) + MARGIN_S
+    client_s = int(max(gateway.client_idle_timeout_ms, gateway.body_timeout_ms) / 1000) + MARGIN_S
     haproxy = {
         "MAXCONN": HAPROXY_CONNECTIONS_MAX,
         "NBTHREAD": max(1, min(4, len(os.sched_getaffinity(0)))),
@@ -88,7 +92,7 @@ def cluster_environment(settings: Settings, ports: Ports, temp_dir: str, run_id:
         "TIMEOUT_CONNECT_S": 5,
         "TIMEOUT_SERVER_S": silence_s,
         "INGRESS_TIMEOUT_SERVER_S": silence_s,
-        "TIMEOUT_CLIENT_S": silence_s,
+        "TIMEOUT_CLIENT_S": client_s,
         "HARD_STOP_AFTER_S": drain_s + MARGIN_S,
         "STATS_PORT": ports.haproxy_stats,
         "METRICS_PORT": ports.haproxy_metrics,
@@ -134,6 +138,7 @@ def start_ray(root: Path, log: Path, state: RunState, settings: Settings, ports:
         *("--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", state.temp_dir, "--log-color", "false"),
     ]
     environment = child_environment(cluster_environment(settings, ports, state.temp_dir, state.run_id))
+    stand_before(environment, Path(state.temp_dir), (ports.haproxy_stats, ports.haproxy_metrics))
     with log.open("wb") as output:
         return subprocess.Popen(
             command,

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from deployments.controller_actor import OWNER_DEPLOYMENT
 from deployments.settings import Settings, SettingsError
 from deployments.settings_errors import key_paths, shown, unknown_key
 
@@ -86,14 +87,33 @@ def check_config(config: Mapping[str, Any]) -> dict[str, Settings]:
     for index, app in enumerate(_list(config.get("applications"))):
         if isinstance(app, Mapping) and app.get("import_path") == IMPORT_PATH:
             try:
-                found[str(app.get("name", "default"))] = Settings.load(app.get("args"), serve_paths)
+                settings = found[str(app.get("name", "default"))] = Settings.load(app.get("args"), serve_paths)
             except SettingsError as error:
                 problems += [f"applications.{index}.{_below_args(line)}" for line in error.problems]
+            else:
+                problems += [f"applications.{index}.{line}" for line in _user_configs(settings, app)]
     if problems:
         raise SettingsError(problems)
     if not found:
         raise SettingsError([f"applications: none has import_path '{IMPORT_PATH}'"])
     return found
+
+
+def _user_configs(settings: Settings, app: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each ``user_config`` that would be refused, or would change nothing."""
+    for index, deployment in enumerate(_list(app.get("deployments"))):
+        given = deployment.get("user_config") if isinstance(deployment, Mapping) else None
+        if given is None:
+            continue
+        path = f"deployments.{index}.user_config"
+        if deployment.get("name") != OWNER_DEPLOYMENT:
+            yield f"{path}: has no effect here; objectives that change while it runs belong to '{OWNER_DEPLOYMENT}'"
+            continue
+        try:
+            settings.with_objectives(given)
+        except SettingsError as error:
+            for line in error.problems:
+                yield path + (line.removeprefix("user_config") if line.startswith("user_config") else f".{line}")
 
 
 def _below_args(line: str) -> str:

@@ -25,12 +25,17 @@ from autoscaling.recommend import ReplicaScaler
 from autoscaling.simulator.recorded import FleetLine, GatewayLine, Line, ReplicaLine, failed_tick_line, tick_line
 from dashboards.catalogue import Source
 from deployments import control_view
-from deployments.clock import now_ns
-from deployments.recording import open_recorder
+from deployments.clock import now_ns, wall_ns
+from deployments.control_desk import ControlDesk
+from deployments.recording import open_ledger, open_recorder
+from deployments.replica_metrics import show_signals
 from deployments.settings import Settings
 from deployments.telemetry import Telemetry
+from deployments.tenant_desk import TenantAnswer, TenantDesk, TenantReport
 from policies.build import build_control
+from policies.config import PolicyConfig
 from policies.control.loop import TickResult, tick
+from policies.tasks import TaskLedger, TaskShares, TaskUse
 from policies.types import FleetView, GatewayReport, Plan, ReplicaReport, Sampled
 
 logger = logging.getLogger(__name__)
@@ -41,9 +46,6 @@ FAILED_TICKS_MAX = 10
 GATEWAYS_MAX = 256
 """Gateways whose last report is kept for :meth:`Controller.state`."""
 
-DECISIONS_PAGE_MAX = 1_000
-"""Most entries of one answer of :meth:`Controller.decisions`."""
-
 
 class Controller:
     """See the module. ``on_broken`` is called once when ticks keep failing and must end the process.
@@ -51,17 +53,26 @@ class Controller:
     Args:
         args: the application's settings as plain values (``Settings.to_args``).
         on_broken: ends the process.
+        ledger_folder: where the ledger's files go if ``ledger.folder`` names none; ``None``: nowhere.
     """
 
-    def __init__(self, args: Mapping[str, Any], on_broken: Callable[[], None]) -> None:
+    def __init__(
+        self, args: Mapping[str, Any], on_broken: Callable[[], None], ledger_folder: str | None = None
+    ) -> None:
         self.epoch = uuid.uuid4().hex
         """Identifies this life."""
         settings = Settings.load(args)
-        self._config = config = settings.policy_config()
+        config = settings.policy_config()
+        self._model = settings.model.name
         self._control = build_control(config, ReplicaScaler(config), self.epoch)
         self._recorder = open_recorder(settings, "controller", self.epoch)
+        self._ledger_file = open_ledger(settings, self.epoch, ledger_folder)
+        self.desk = ControlDesk(self._control, settings, self._record)
+        """What people ask and tell."""
         self._on_broken = on_broken
         self._telemetry = Telemetry(Source.CONTROLLER)
+        self._tenants = TenantDesk(config, self.epoch, wall_ns())
+        self._shares = TaskLedger(config.tasks, self.epoch, now_ns())
         self._gateways: OrderedDict[str, Sampled[GatewayReport]] = OrderedDict()
         self._fleet: Sampled[FleetView] | None = None
         self._last: TickResult | None = None
@@ -82,8 +93,14 @@ class Controller:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        if self._recorder is not None:
-            await asyncio.to_thread(self._recorder.close)
+        for recorder in (self._recorder, self._ledger_file):
+            if recorder is not None:
+                await asyncio.to_thread(recorder.close)
+
+    @property
+    def _config(self) -> PolicyConfig:
+        """The configuration in force: objectives may have changed since the start."""
+        return self._control.config
 
     async def _run(self) -> None:
         period_ns = int(self._config.control.tick_ms * 1e6)
@@ -128,11 +145,20 @@ class Controller:
         self._last = result
         for decision in result.decisions:
             logger.info(control_view.in_words(decision))
+        for line in self.desk.took(result):
+            if self._ledger_file is not None:
+                self._ledger_file.put(line)
         self._forget_gateways(at_ns)
-        control_view.update_telemetry(self._telemetry, result, self._config.objectives.quantile)
-        if self._recorder is not None:
-            for word, lines in zip(("ok", "dropped"), self._recorder.take_counts(), strict=True):
-                self._telemetry["tidegate_control_recording_lines_total"].inc(lines, result=word)
+        control_view.update_telemetry(self._telemetry, result)
+        self._tenants.update_telemetry(self._telemetry, wall_ns())
+        control_view.show_objectives(self._telemetry, self._config, self._model)
+        control_view.show_guard(self._telemetry, self._control.guard.status(at_ns))
+        for metric, recorder in (
+            (self._telemetry["tidegate_control_recording_lines_total"], self._recorder),
+            (self._telemetry["tidegate_control_ledger_lines_total"], self._ledger_file),
+        ):
+            for word, lines in zip(("ok", "dropped"), recorder.take_counts() if recorder else (0, 0), strict=True):
+                metric.inc(lines, result=word)
 
     def _forget_gateways(self, at_ns: int) -> None:
         forget_after_ms = self._config.control.forget_after_ms
@@ -165,6 +191,14 @@ class Controller:
             self._gateways.popitem(last=False)
         return self.plan
 
+    def exchange_tasks(self, gateway_id: str, epoch: str, seq: int, uses: list[TaskUse]) -> TaskShares:
+        """Take what a gateway counted of tasks; what the others did since its last exchange is the answer."""
+        return self._shares.exchange(gateway_id, epoch, seq, uses, now_ns())
+
+    def report_tenants(self, report: TenantReport) -> TenantAnswer:
+        """Take what a gateway says of its tenants; leases of their budgets are the answer."""
+        return self._tenants.take(report, wall_ns())
+
     def fleet(self, view: Mapping[str, int]) -> dict[str, Any] | None:
         """Take Serve's numbers (the fields of :class:`FleetView`); the answer is the plan as plain values.
 
@@ -189,20 +223,22 @@ class Controller:
             "mode": self._config.control.mode.value,
             "uptime_s": (at_ns - self._started_ns) / 1e9,
             "objectives": control_view.plain(self._config.objectives),
+            "objectives_by_class": control_view.promises(self._config, self._model),
             "plan": control_view.plain(self.plan),
+            "guard": control_view.plain(self._control.guard.status(at_ns)),
             "fleet": control_view.fleet_state(self._fleet, at_ns),
             "gateways": [control_view.gateway_state(s, at_ns) for s in self._gateways.values()],
             **control_view.tick_state(self._last, at_ns, self._config.objectives.quantile),
         }
 
-    def decisions(self, limit: int = 100, since_seq: int | None = None) -> list[dict[str, Any]]:
-        """Ledger entries, oldest first: the newest ``limit``, or the first ``limit`` after ``since_seq``."""
-        limit, ledger = min(limit, DECISIONS_PAGE_MAX), self._control.ledger
-        page = ledger.latest(limit) if since_seq is None else ledger.since(since_seq, limit)
-        return [control_view.plain(decision) for decision in page]
+    def tenants(self) -> dict[str, Any]:
+        """Usage, budget and limits of every tenant, JSON-able."""
+        return self._tenants.state(wall_ns())
 
     def metrics(self) -> str:
-        """Prometheus text format."""
+        """Prometheus text format; what replicas and gateways say is as of the last tick."""
+        if self._last is not None:
+            show_signals(self._telemetry, self._last.signals, self._config.objectives.quantile)
         return self._telemetry.render().decode()
 
 

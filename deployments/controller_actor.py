@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.serve.config import DeploymentActorConfig
 
+    from deployments.control_desk import DecisionFilter, Refused
     from deployments.settings import Settings
+    from deployments.tenant_desk import TenantAnswer, TenantReport
+    from policies.steering import Override
+    from policies.tasks import TaskShares, TaskUse
     from policies.types import GatewayReport, Plan, ReplicaReport
 
 ACTOR_NAME = "controller"
@@ -31,7 +35,9 @@ class ControllerActor:
         import logging
         import os
 
+        from deployments.collector import collect_rarely
         from deployments.controller import Controller
+        from deployments.serve_internals import serve_logs_folder
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
@@ -39,8 +45,9 @@ class ControllerActor:
             logging.shutdown()
             os._exit(1)
 
-        self._controller = Controller(args, end_process)
+        self._controller = Controller(args, end_process, serve_logs_folder())
         self._controller.start()
+        collect_rarely()
 
     async def report_replica(self, report: ReplicaReport) -> Plan | None:
         """See :meth:`deployments.controller.Controller.report_replica`."""
@@ -50,6 +57,14 @@ class ControllerActor:
         """See :meth:`deployments.controller.Controller.report_gateway`."""
         return self._controller.report_gateway(report)
 
+    async def exchange_tasks(self, gateway_id: str, epoch: str, seq: int, uses: list[TaskUse]) -> TaskShares:
+        """See :meth:`deployments.controller.Controller.exchange_tasks`."""
+        return self._controller.exchange_tasks(gateway_id, epoch, seq, uses)
+
+    async def report_tenants(self, report: TenantReport) -> TenantAnswer:
+        """See :meth:`deployments.controller.Controller.report_tenants`."""
+        return self._controller.report_tenants(report)
+
     async def fleet(self, view: Mapping[str, int]) -> dict[str, Any] | None:
         """See :meth:`deployments.controller.Controller.fleet`."""
         return self._controller.fleet(view)
@@ -58,9 +73,45 @@ class ControllerActor:
         """See :meth:`deployments.controller.Controller.state`."""
         return self._controller.state()
 
-    async def decisions(self, limit: int = 100, since_seq: int | None = None) -> list[dict[str, Any]]:
-        """See :meth:`deployments.controller.Controller.decisions`."""
-        return self._controller.decisions(limit, since_seq)
+    async def tenants(self) -> dict[str, Any]:
+        """See :meth:`deployments.controller.Controller.tenants`."""
+        return self._controller.tenants()
+
+    async def decisions(self, limit: int, since_seq: int | None, wanted: DecisionFilter) -> list[dict[str, Any]]:
+        """See :meth:`deployments.control_desk.ControlDesk.decisions`."""
+        return self._controller.desk.decisions(limit, since_seq, wanted)
+
+    async def conditions(self) -> list[dict[str, Any]]:
+        """See :meth:`deployments.control_desk.ControlDesk.conditions`."""
+        return self._controller.desk.conditions()
+
+    async def overrides(self) -> list[dict[str, Any]]:
+        """See :meth:`deployments.control_desk.ControlDesk.overrides`."""
+        return self._controller.desk.overrides()
+
+    async def set_override(self, asked: Override) -> dict[str, Any] | Refused:
+        """See :meth:`deployments.control_desk.ControlDesk.set_override`."""
+        return self._controller.desk.set_override(asked)
+
+    async def drop_overrides(self, override_id: str | None, by: str) -> list[dict[str, Any]] | Refused:
+        """See :meth:`deployments.control_desk.ControlDesk.drop_overrides`."""
+        return self._controller.desk.drop_overrides(override_id, by)
+
+    async def shadow(self) -> list[dict[str, Any]]:
+        """See :meth:`deployments.control_desk.ControlDesk.shadow`."""
+        return self._controller.desk.shadow()
+
+    async def set_shadow(self, shadow: bool, asked: Override) -> list[dict[str, Any]] | Refused:
+        """See :meth:`deployments.control_desk.ControlDesk.set_shadow`."""
+        return self._controller.desk.set_shadow(shadow, asked)
+
+    async def objectives(self) -> Mapping[str, Any] | None:
+        """See :attr:`deployments.control_desk.ControlDesk.objectives`."""
+        return self._controller.desk.objectives
+
+    async def set_objectives(self, user_config: Mapping[str, Any], by: str) -> Refused | None:
+        """See :meth:`deployments.control_desk.ControlDesk.set_objectives`."""
+        return self._controller.desk.set_objectives(user_config, by)
 
     async def metrics(self) -> str:
         """See :meth:`deployments.controller.Controller.metrics`."""

@@ -1,4 +1,4 @@
-"""The gateway's line to the controller actor: reports out, plans in. Requests never wait for it.
+"""The gateway's line to the controller actor: reports out, plans and leases in. Requests never wait for it.
 
 The actor is looked up anew for each call, because Serve replaces it under the same name. While it is away the plan in
 force only grows older, and at its ``ttl_ms`` the policies fall back to the configured affinity.
@@ -16,6 +16,8 @@ from ray import serve
 from deployments.clock import now_ns
 from deployments.core import GatewayCore
 from deployments.errors import GatewayError
+from deployments.task_link import TaskLink
+from deployments.tenant_link import URGENT_S, TenantLink
 
 logger = logging.getLogger("ray.serve")
 
@@ -31,17 +33,24 @@ class ControllerLink:
         self._core = core
         self._reachable = True
         self._lookup: asyncio.Future[Any] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        book = core.policies.flow_context.admission.tenants
+        self._tenants = TenantLink(core.meter.gateway_id, book, core.cache_salt)
+        self._shares = TaskLink(core.meter.gateway_id, core.policies.flow_context.tasks)
 
     def start(self) -> None:
         """Start reporting on the running loop."""
-        self._task = asyncio.get_running_loop().create_task(self._report_forever())
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._report_forever()), loop.create_task(self._tenants_forever())]
 
     async def close(self) -> None:
-        """Stop reporting."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Stop reporting, and return what is left of leases."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await self.tenants_once(leaving=True)
 
     async def ask(self, method: str, *args: Any) -> Any:
         """Call ``method`` of the controller for a client.
@@ -74,16 +83,49 @@ class ControllerLink:
         while True:
             await asyncio.sleep(interval_s * rng.uniform(1 - JITTER_SHARE, 1 + JITTER_SHARE))
             await self.report_once()
+            await self.exchange_tasks()
+
+    async def _tenants_forever(self) -> None:
+        interval_ns = round(self._core.settings.gateway.report_interval_ms * 1e6)
+        while True:
+            await self.tenants_once()
+            due_ns = now_ns() + interval_ns
+            await asyncio.sleep(URGENT_S)
+            while now_ns() < due_ns and not self._tenants.urgent:  # noqa: ASYNC110 (policies know of no events)
+                await asyncio.sleep(URGENT_S)
+
+    async def tenants_once(self, leaving: bool = False) -> None:
+        """Tell the controller of tenants; take the leases that come back. Never raises."""
+        try:
+            report = self._tenants.report(now_ns(), leaving)
+            self._tenants.take(await self._call("report_tenants", report), now_ns())
+        except Exception as error:  # noqa: BLE001  (whatever it is, gateways spend the leases they hold)
+            logger.debug("Tenants were not reported: %s.", type(error).__name__)
+
+    async def exchange_tasks(self) -> None:
+        """Tell the other gateways what this one counted of tasks, and learn what they did. Never raises."""
+        tasks, at_ns = self._core.policies.flow_context.tasks, now_ns()
+        tasks.expire(at_ns)
+        self._core.meter.tasks_ended(tasks.take_ended())
+        try:
+            await self._shares.exchange(self._call)
+        except Exception as error:  # noqa: BLE001  (whatever it is, each gateway goes on with what it knows)
+            logger.debug("Tasks were not exchanged: %s.", type(error).__name__)
 
     async def report_once(self) -> None:
         """Send one report; take the plan that comes back. Never raises."""
-        core, follower = self._core, self._core.policies.plan_follower
-        plan = follower.current(now_ns())
+        core, follower, at_ns = self._core, self._core.policies.plan_follower, now_ns()
+        plan, ejected = follower.current(at_ns), core.policies.flow_context.health.ejected()
+        plan_seq = plan.seq if plan is not None else None
         try:
-            report = core.meter.report(len(core.drivers), core.queued, plan.seq if plan is not None else None)
+            tasks_open = core.policies.flow_context.tasks.open_tasks
+            report = core.meter.report(
+                len(core.drivers), core.queued, plan_seq, ejected, follower.overrides(at_ns), tasks_open
+            )
             answer = await self._call("report_gateway", report)
             if answer is not None:
                 follower.receive(answer, now_ns())
+                await core.objectives.tell(self._call, answer.epoch, core.meter.gateway_id)
             if not self._reachable:
                 logger.info("The controller answers again.")
             self._reachable = True

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
+from deployments.keys import CONTROL_READ, CONTROL_WRITE, INFERENCE, METRICS
+
 
 class PromptKind(StrEnum):
     """Where the prompt lies in a request body."""
@@ -49,6 +51,8 @@ class Endpoint:
     model_optional: bool = False
     prompt_weight: float = 1.0
     """Load of a prompt token, in computed prompt tokens: tokenising is far cheaper than prefill."""
+    output_limits: tuple[str, ...] = ("max_tokens",)
+    """Fields that limit one answer's output tokens; the first that a body has counts."""
     end_mark: bytes = b""
     """In the last event of every complete stream; a stream that ends without it was cut."""
 
@@ -59,9 +63,14 @@ RELAYED: Mapping[str, Endpoint] = MappingProxyType(
     {
         e.path: e
         for e in (
-            Endpoint("/v1/chat/completions", PromptKind.CHAT, end_mark=b"[DONE]"),
+            Endpoint(
+                "/v1/chat/completions",
+                PromptKind.CHAT,
+                output_limits=("max_completion_tokens", "max_tokens"),
+                end_mark=b"[DONE]",
+            ),
             Endpoint("/v1/completions", PromptKind.PROMPT, end_mark=b"[DONE]"),
-            Endpoint("/v1/responses", PromptKind.INPUT, Dialect.RESPONSES),
+            Endpoint("/v1/responses", PromptKind.INPUT, Dialect.RESPONSES, output_limits=("max_output_tokens",)),
             Endpoint("/v1/messages", PromptKind.CHAT, Dialect.ANTHROPIC, end_mark=b"message_stop"),
             Endpoint(
                 "/v1/messages/count_tokens",
@@ -98,11 +107,30 @@ OWN: Mapping[str, str] = MappingProxyType(
         "/health": "at least one replica is ready",
         "/metrics": "Prometheus text of this gateway",
         "/v1/models": "the models that may be asked for",
+        "/openapi.json": "this interface, as OpenAPI describes it",
         "/control/state": "signals, conditions and plan of the controller",
         "/control/decisions": "the controller's ledger",
+        "/control/conditions": "every named condition, with figures and the next step",
+        "/control/overrides": "values and modes set by hand that are in force",
+        "/control/shadow": "for every knob, whether decisions about it are acted on",
+        "/control/tasks": "what became of the tasks this gateway counted",
+        "/control/tenants": "usage, budget and limits by tenant, all gateways together",
     }
 )
-"""Endpoints the gateway answers itself, all by GET."""
+"""Endpoints the gateway answers itself by GET."""
+
+OWN_CHANGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"/control/overrides": ("POST", "DELETE"), "/control/shadow": ("POST",)}
+)
+"""Other methods that endpoints of :data:`OWN` answer."""
+
+OVERRIDE_PREFIX = "/control/overrides/"
+"""``DELETE /control/overrides/<id>`` takes one override back."""
+
+TASK_PREFIX = "/v1/tasks/"
+"""``GET /v1/tasks/<id>`` shows one task."""
+TASK_OUTCOME_SUFFIX = "/outcome"
+"""``POST /v1/tasks/<id>/outcome`` tells how it ended."""
 
 MODEL_PREFIX = "/v1/models/"
 """``GET /v1/models/<name>`` describes one model."""
@@ -112,6 +140,42 @@ def allowed_methods(path: str) -> tuple[str, ...]:
     """Methods ``path`` answers, in the order of an ``Allow`` header; empty for an unknown path."""
     if path in RELAYED:
         return ("POST", "OPTIONS")
+    if path in OWN_CHANGES:
+        return ("GET", "HEAD", *OWN_CHANGES[path], "OPTIONS")
+    if path.startswith(OVERRIDE_PREFIX):
+        override_id = path.removeprefix(OVERRIDE_PREFIX)
+        return ("DELETE", "OPTIONS") if override_id and "/" not in override_id else ()
     if path in OWN or (path.startswith(MODEL_PREFIX) and len(path) > len(MODEL_PREFIX)):
         return ("GET", "HEAD", "OPTIONS")
+    if path.startswith(TASK_PREFIX):
+        match path.removeprefix(TASK_PREFIX).split("/"):
+            case [task] if task:
+                return ("GET", "HEAD", "OPTIONS")
+            case [task, action] if task and "/" + action == TASK_OUTCOME_SUFFIX:
+                return ("POST", "OPTIONS")
     return ()
+
+
+def label_of(path: str) -> str:
+    """``path`` as metrics and logs name it: whatever a client may choose in it is left out."""
+    if path in RELAYED or path in OWN:
+        return path
+    for prefix in (TASK_PREFIX, OVERRIDE_PREFIX):
+        if path.startswith(prefix) and allowed_methods(path):
+            return prefix + "{id}"
+    return "unknown"
+
+
+_READS = frozenset({"GET", "HEAD", "OPTIONS"})
+_ANY_KEY = frozenset({"/health", "/openapi.json"})
+
+
+def scope_needed(path: str, method: str) -> str | None:
+    """The scope a key must have for ``path``; ``None``: any valid key. What is not named here is part of the API."""
+    if path in _ANY_KEY:
+        return None
+    if path == "/metrics":
+        return METRICS
+    if path == "/control" or path.startswith("/control/"):
+        return CONTROL_READ if method in _READS else CONTROL_WRITE
+    return INFERENCE

@@ -23,6 +23,8 @@ from deployments.endpoints import Dialect
 ERROR_BODY_BYTES_MAX = 262_144
 """An engine's error body is read up to here; what is longer is not an error message."""
 MESSAGE_CHARS_MAX = 2_000
+VALIDATION_CHARS_MAX = 4_096
+"""Of an engine's list of problems, which repeats what the client sent: the search takes the square of its length."""
 VALIDATION_ERRORS_MAX = 5
 """Problems of one body that are listed in a message."""
 
@@ -82,10 +84,14 @@ def error_object(error: GatewayError, dialect: Dialect = Dialect.OPENAI) -> dict
 
 
 def error_answer(error: GatewayError, dialect: Dialect = Dialect.OPENAI) -> ErrorAnswer:
-    """The whole response of an error before anything was sent. ``Retry-After`` is whole seconds, rounded up."""
+    """The whole response of an error before anything was sent.
+
+    ``Retry-After`` is whole seconds, rounded up; ``retry-after-ms``, which OpenAI's clients prefer, has it exact.
+    """
     headers: tuple[tuple[bytes, bytes], ...] = ()
     if error.retry_after_s is not None:
-        headers = ((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()),)
+        seconds = str(max(1, math.ceil(error.retry_after_s))).encode()
+        headers = ((b"retry-after", seconds), (b"retry-after-ms", str(math.ceil(error.retry_after_s * 1_000)).encode()))
     return ErrorAnswer(error.status, msgspec.json.encode(error_object(error, dialect)), headers)
 
 
@@ -184,7 +190,9 @@ def _clean_param(param: str | None) -> str | None:
 
 
 _VALIDATION = re.compile(r"^\d+ validation errors?:")
-_ENTRY = re.compile(r"'loc': \((?P<loc>.*?)\), 'msg': (?P<quote>['\"])(?P<msg>.*?)(?P=quote)(?:, '|\}|$)", re.DOTALL)
+_ENTRY = re.compile(
+    r"'loc': \((?P<loc>(?:(?!'msg').){0,400}?)\), 'msg': (?P<quote>['\"])(?P<msg>.*?)(?P=quote)(?:, '|\}|$)", re.DOTALL
+)
 _REPR = re.compile(r"<[\w.]+ object at 0x|<class '|\bTraceback \(most recent call last\)|File \"[^\"]+\", line \d+")
 
 
@@ -201,7 +209,7 @@ def _clean(message: str) -> str:
 def _validation_message(message: str) -> str:
     """Engines print pydantic's errors as Python dictionaries; only path and message are the client's."""
     lines: list[str] = []
-    for entry in _ENTRY.finditer(message):
+    for entry in _ENTRY.finditer(message[:VALIDATION_CHARS_MAX]):
         loc: list[object] = [p.strip().strip("'\"") for p in entry["loc"].split(",") if p.strip()]
         line = _validation_line(loc, entry["msg"].replace("\\'", "'").replace('\\"', '"'))
         if line not in lines:

@@ -22,6 +22,7 @@ from ray.serve.config import DeploymentActorConfig
 from ray.serve.handle import DeploymentHandle
 
 from deployments import shield
+from deployments.auth import Authenticator
 from deployments.clients import ClientRule
 from deployments.controller_link import ControllerLink
 from deployments.core import GatewayCore
@@ -38,9 +39,11 @@ ENV = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": shield.IMPORT_PATH,
+    "MALLOC_ARENA_MAX": "1",
     "FORWARDED_ALLOW_IPS": "none",
 }
-"""Set for gateway replicas only. The last: nobody's ``X-Forwarded-For`` may stand for the peer, not even where the
+"""Set for gateway replicas only. One heap for all threads: nearly all work is that of one, and each heap has holes of
+its own (``deployments/heap.py``). The last: nobody's ``X-Forwarded-For`` may stand for the peer, not even where the
 machine's environment trusts all (uvicorn would believe it, and with it that a client is on this host)."""
 ONGOING_REQUESTS_MAX = 100_000
 """Serve's own limit, out of the way: admission refuses long before, with a 429 that says when to come back."""
@@ -65,47 +68,54 @@ class Gateway:
         self._rule = ClientRule(loaded.gateway.clients, await serve_http_host())
         if self._rule.closed_reason is not None:
             logger.error("Every HTTP request will be refused: %s.", self._rule.closed_reason)
+        self._auth = Authenticator(loaded.auth)
         self._own = OwnAnswers(self._core, self._controller)
+        self._auth.start(self._core.meter.telemetry)
         self._controller.start()
 
     def __serve_build_asgi_app__(self) -> HttpFront:
         """The application Serve runs for HTTP."""
-        return HttpFront(self._core, self._rule, self._own)
+        return HttpFront(self._core, self._rule, self._auth, self._own)
+
+    def reconfigure(self, user_config: Any) -> None:
+        """Take the deployment's ``user_config``; Serve calls this at the start and on every change. Never raises."""
+        self._core.objectives.take(user_config)
 
     async def __del__(self) -> None:
         """Stop background work; Serve awaits this when the replica has drained."""
+        await self._auth.close()
         await self._controller.close()
         await self._core.close()
 
-    # --- methods on the deployment handle -----------------------------------------------------------------------------
+    # --- methods on the deployment handle; ``caller``: tenant and headers of ``HandleApi.call`` ----------------------
 
-    async def chat(self, body: dict[str, Any]) -> Reply:
+    async def chat(self, body: dict[str, Any], **caller: Any) -> Reply:
         """``POST /v1/chat/completions``."""
-        return await self._api.call("/v1/chat/completions", body)
+        return await self._api.call("/v1/chat/completions", body, **caller)
 
-    async def completions(self, body: dict[str, Any]) -> Reply:
+    async def completions(self, body: dict[str, Any], **caller: Any) -> Reply:
         """``POST /v1/completions``."""
-        return await self._api.call("/v1/completions", body)
+        return await self._api.call("/v1/completions", body, **caller)
 
-    async def responses(self, body: dict[str, Any]) -> Reply:
+    async def responses(self, body: dict[str, Any], **caller: Any) -> Reply:
         """``POST /v1/responses``."""
-        return await self._api.call("/v1/responses", body)
+        return await self._api.call("/v1/responses", body, **caller)
 
-    async def messages(self, body: dict[str, Any]) -> Reply:
+    async def messages(self, body: dict[str, Any], **caller: Any) -> Reply:
         """``POST /v1/messages``."""
-        return await self._api.call("/v1/messages", body)
+        return await self._api.call("/v1/messages", body, **caller)
 
-    async def embeddings(self, body: dict[str, Any]) -> Reply:
+    async def embeddings(self, body: dict[str, Any], **caller: Any) -> Reply:
         """``POST /v1/embeddings``."""
-        return await self._api.call("/v1/embeddings", body)
+        return await self._api.call("/v1/embeddings", body, **caller)
 
-    async def tokenize(self, body: dict[str, Any]) -> Reply:
+    async def tokenize(self, body: dict[str, Any], **caller: Any) -> Reply:
         """``POST /tokenize``."""
-        return await self._api.call("/tokenize", body)
+        return await self._api.call("/tokenize", body, **caller)
 
-    async def detokenize(self, body: dict[str, Any]) -> Reply:
+    async def detokenize(self, body: dict[str, Any], **caller: Any) -> Reply:
         """``POST /detokenize``."""
-        return await self._api.call("/detokenize", body)
+        return await self._api.call("/detokenize", body, **caller)
 
     async def models(self) -> dict[str, Any]:
         """``GET /v1/models``."""

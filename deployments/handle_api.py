@@ -13,21 +13,30 @@ them: ``error.cause`` is the original). A cancelled call, or a generator closed 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from deployments.auth import ANYBODY, Principal
 from deployments.clock import now_ns
 from deployments.core import GatewayCore
 from deployments.driver import Interrupt, RequestDriver
 from deployments.endpoints import RELAYED, Endpoint
 from deployments.errors import GatewayError, bad_request, engine_error
 from deployments.ids import new_request_id
+from deployments.request_log import RequestRecord
+from policies.config import DEFAULT_TENANT
+from policies.events import Outcome
 
 CHUNKS_MAX = 64
 """Chunks of a stream that wait for their reader; the replica is not read from while there are more."""
+
+TENANT_CHARS_SHOWN = 128
+"""Of a name that a refused caller gave."""
 
 _END = object()
 
@@ -112,29 +121,70 @@ class QueueSink:
         self.queue.put_nowait(GatewayError(502, "server_error", "stream_broken", why))
 
 
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """Who calls a method, and what they say of the request."""
+
+    principal: Principal
+    headers: dict[bytes, bytes]
+
+    @classmethod
+    def of(cls, tenant: object, headers: object) -> _Caller:
+        """From a method's arguments. Raises ``GatewayError``."""
+        if not isinstance(tenant, str) or not tenant:
+            raise bad_request(f"tenant: must be a name, not {tenant!r:.64}.", "tenant")
+        if not isinstance(headers, Mapping | None) or not all(
+            isinstance(part, str) for pair in (headers or {}).items() for part in pair
+        ):
+            raise bad_request("headers: must be a dict of texts.", "headers")
+        given = {
+            k.lower().encode("latin-1", "replace"): v.encode("latin-1", "replace") for k, v in (headers or {}).items()
+        }
+        return cls(Principal(tenant, ANYBODY.scopes, ""), given)
+
+
 class HandleApi:
     """Runs one call of a handle method."""
 
     def __init__(self, core: GatewayCore) -> None:
         self._core = core
 
-    async def call(self, path: str, body: Any) -> dict[str, Any] | AsyncGenerator[dict[str, Any], None]:
-        """Answer ``body`` for the endpoint ``path``: a dict, or with ``stream: true`` a generator of dicts."""
+    async def call(
+        self, path: str, body: Any, tenant: str = DEFAULT_TENANT, headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any] | AsyncGenerator[dict[str, Any], None]:
+        """Answer ``body`` for the endpoint ``path``: a dict, or with ``stream: true`` a generator of dicts.
+
+        Callers are on the cluster and trusted: ``tenant`` is who they say. ``headers`` are those of HTTP that say
+        something of the request (``x-tidegate-task`` ...).
+        """
         self._core.check_loop()
-        endpoint, raw = RELAYED[path], encode_body(body, self._core.settings.gateway.body_bytes_max)
+        with self._counted(path, tenant):
+            caller = _Caller.of(tenant, headers)
+            endpoint, raw = RELAYED[path], encode_body(body, self._core.settings.gateway.body_bytes_max)
         if endpoint.streams and body.get("stream") is True:
-            return self._stream(endpoint, raw)
+            return self._stream(endpoint, raw, caller)
         sink = CollectSink()
-        await self._driver(endpoint, raw, sink).run()
+        await self._driver(endpoint, raw, sink, caller).run()
         return sink.value()
 
-    def _driver(self, endpoint: Endpoint, raw: bytes, sink: CollectSink | QueueSink) -> RequestDriver:
-        request, parsed = self._core.parse(raw, endpoint, now_ns(), new_request_id())
-        return RequestDriver(self._core, endpoint, request, raw, sink, parsed.prompt_bytes)
+    def _driver(self, endpoint: Endpoint, raw: bytes, sink: CollectSink | QueueSink, caller: _Caller) -> RequestDriver:
+        with self._counted(endpoint.path, caller.principal.tenant):
+            inbound = self._core.parse(raw, endpoint, now_ns(), new_request_id(), caller.principal, caller.headers)
+        return RequestDriver(self._core, inbound, sink)
 
-    async def _stream(self, endpoint: Endpoint, raw: bytes) -> AsyncGenerator[dict[str, Any], None]:
+    @contextlib.contextmanager
+    def _counted(self, path: str, tenant: object) -> Iterator[None]:
+        """A call that is refused inside ends here, as any request ends."""
+        record = RequestRecord(new_request_id(), path, now_ns(), tenant=str(tenant)[:TENANT_CHARS_SHOWN])
+        try:
+            yield
+        except GatewayError as error:
+            self._core.ended_early(record, Outcome.REFUSED, error.code or "bad_request", error.status)
+            raise
+
+    async def _stream(self, endpoint: Endpoint, raw: bytes, caller: _Caller) -> AsyncGenerator[dict[str, Any], None]:
         sink = QueueSink()
-        driver = self._driver(endpoint, raw, sink)
+        driver = self._driver(endpoint, raw, sink, caller)
         task = asyncio.get_running_loop().create_task(driver.run())
         task.add_done_callback(lambda _: sink.close())
         try:

@@ -1,30 +1,36 @@
 """The gateway's ASGI application: one client connection's request in, one response out, no framework between.
 
-    client rule -> route -> body, counted -> parse -> RequestDriver -> raw chunks to the client
+    client rule -> API key -> route -> scope -> body, counted -> parse -> RequestDriver -> raw chunks to the client
 
 Nothing that a client sends ends in a 500: what the gateway refuses is a :class:`GatewayError` with a true message, and
-whatever else is raised is logged with its traceback and answered with 502 and the request's id.
+whatever else is raised is logged with its traceback and answered with 502 and the request's id. Each request ends once:
+with its driver, or before it had one (``GatewayCore.ended_early``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any, TypeAlias
 
+from deployments.auth import CHALLENGE, Authenticator, require
 from deployments.clients import ClientRule
 from deployments.clock import now_ns
+from deployments.control_api import BODY_BYTES_MAX as OWN_BODY_BYTES_MAX
 from deployments.core import GatewayCore
 from deployments.driver import Interrupt, RequestDriver
-from deployments.endpoints import OWN, RELAYED, Dialect, allowed_methods
+from deployments.endpoints import RELAYED, Dialect, allowed_methods, label_of, scope_needed
 from deployments.errors import GatewayError, error_answer, error_event
+from deployments.http_bounds import CONNECTION_KEY
 from deployments.ids import clean_client_id, new_request_id
 from deployments.own_answers import Answer, OwnAnswers
+from deployments.request_log import RequestRecord
 from deployments.serve_internals import FixedHeadersMessage
 from deployments.shield import CLIENT_ID_KEY, REQUEST_ID_KEY
+from policies.events import Outcome
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -66,7 +72,9 @@ class HttpSink:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def error(self, error: GatewayError, headers: list[tuple[bytes, bytes]]) -> None:
-        """Send ``error`` as the whole response."""
+        """Send ``error`` as the whole response; one that has begun is left incomplete instead."""
+        if self.started:
+            return
         answer = error_answer(error, self._dialect)
         length = (b"content-length", str(len(answer.body)).encode())
         await self.start(answer.status, [JSON, length, *answer.headers, *headers])
@@ -83,11 +91,13 @@ class HttpSink:
 class HttpFront:
     """The ASGI callable. ``rule`` is set once Serve's front address is known."""
 
-    def __init__(self, core: GatewayCore, rule: ClientRule, own: OwnAnswers) -> None:
+    def __init__(self, core: GatewayCore, rule: ClientRule, auth: Authenticator, own: OwnAnswers) -> None:
         self._core = core
         self._rule = rule
+        self._auth = auth
         self._own = own
         self._body_bytes_max = core.settings.gateway.body_bytes_max
+        self._body_timeout_s = core.settings.gateway.body_timeout_ms / 1_000
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one scope of any type."""
@@ -107,77 +117,81 @@ class HttpFront:
         endpoint = RELAYED.get(path)
         request_id = scope.get(REQUEST_ID_KEY) or new_request_id()
         sink = HttpSink(send, endpoint.dialect if endpoint is not None else Dialect.OPENAI)
+        record = RequestRecord(request_id, label_of(path), arrival_ns)
         try:
             headers = dict(scope["headers"])
             refusal = self._rule.refusal(scope, headers.get(b"host"))
             if refusal is not None:
                 raise refusal
+            principal = self._auth.authenticate(headers)
+            record.key_id, record.tenant = principal.key_id, principal.tenant
             method = _check_method(path, scope["method"])
+            require(principal, scope_needed(path, method))
             if method == "OPTIONS":
                 await _send_answer(send, Answer(b"", 204), request_id, allow=", ".join(allowed_methods(path)))
             elif endpoint is not None:
-                body = await self._read_body(headers, receive)
-                request, parsed = self._core.parse(body, endpoint, arrival_ns, request_id)
-                client_id = clean_client_id(_client_id(scope, headers))
-                driver = RequestDriver(self._core, endpoint, request, body, sink, parsed.prompt_bytes, client_id)
-                await _run(driver, receive, sink)
+                body = await self._read_body(headers, receive, self._body_bytes_max, record)
+                inbound = self._core.parse(body, endpoint, arrival_ns, request_id, principal, headers)
+                inbound.record.client_id = clean_client_id(_client_id(scope, headers))
+                await _run(RequestDriver(self._core, inbound, sink), scope, receive, sink)
+            elif method in {"POST", "DELETE"}:
+                body = await self._read_body(headers, receive, OWN_BODY_BYTES_MAX, record)
+                await _send_answer(send, await self._own.take(method, path, body, principal), request_id)
             else:
-                answer = await self._own.answer(path, scope.get("query_string", b""))
+                answer = await self._own.answer(path, scope.get("query_string", b""), principal.tenant)
                 await _send_answer(send, answer, request_id, head=method == "HEAD")
         except GatewayError as error:
-            await self._refuse(sink, error, request_id, path)
+            await self._refuse(sink, error, record, path)
         except ClientLeftError:
             return
         except Exception:
             logger.exception("Request %s failed in the gateway.", request_id)
             if not sink.started:
+                self._core.ended_early(record, Outcome.FAILED, "gateway_error", 502)
                 why = f"The gateway failed while it handled the request; its log has the reason under {request_id}."
                 unexpected = GatewayError(502, "server_error", "gateway_error", why)
                 await sink.error(unexpected, [_id_header(request_id), CLOSE])
 
-    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        limit = self._body_bytes_max
+    async def _read_body(
+        self, headers: dict[bytes, bytes], receive: Receive, limit: int, record: RequestRecord
+    ) -> bytes:
         length = headers.get(b"content-length", b"")
         if length.isdigit() and (len(length) > 18 or int(length) > limit):
             raise _too_large(limit)
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise GatewayError(415, "invalid_request_error", None, "Compressed request bodies are not supported.")
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeftError
-            part = message.get("body", b"")
-            size += len(part)
-            if size > limit:
-                raise _too_large(limit)
-            parts.append(part)
-            if not message.get("more_body", False):
-                return b"".join(parts) if len(parts) > 1 else parts[0]
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                return await _whole_body(receive, limit)
+        except TimeoutError:
+            message = f"The request body was not complete after {self._body_timeout_s:g} s."
+            raise GatewayError(408, "invalid_request_error", "request_timeout", message) from None
+        except (ClientLeftError, asyncio.CancelledError):
+            self._core.ended_early(record, Outcome.CANCELLED, "client_gone", None)
+            raise
 
-    async def _refuse(self, sink: HttpSink, error: GatewayError, request_id: str, path: str) -> None:
-        headers = [_id_header(request_id)]
+    async def _refuse(self, sink: HttpSink, error: GatewayError, record: RequestRecord, path: str) -> None:
+        headers = [_id_header(record.request_id)]
         if error.status == 405:
             headers.append((b"allow", ", ".join(allowed_methods(path)).encode()))
-        if error.status == 413:
+        if error.status == 401:
+            headers.append(CHALLENGE)
+        if error.status in {401, 408, 413}:
             headers.append(CLOSE)
-        known = path if path in RELAYED or path in OWN else "unknown"
-        reason = error.code or "bad_request"
-        self._core.meter.refused(known, reason)
-        line = {
-            "event": "request_refused",
-            "id": request_id,
-            "endpoint": known,
-            "status": error.status,
-            "reason": reason,
-        }
-        logger.info(json.dumps(line), extra={"log_to_stderr": False})
+        self._core.ended_early(record, Outcome.REFUSED, error.code or "bad_request", error.status)
         with contextlib.suppress(ConnectionError):
             await sink.error(error, headers)
 
 
-async def _run(driver: RequestDriver, receive: Receive, sink: HttpSink) -> None:
+async def _run(driver: RequestDriver, scope: Scope, receive: Receive, sink: HttpSink) -> None:
+    connection = scope.get(CONNECTION_KEY)
+    if connection is not None and not connection.lost and connection.loop is asyncio.get_running_loop():
+        connection.when_lost = partial(_left, driver, sink)
+        try:
+            await driver.run()
+        finally:
+            connection.when_lost = None
+        return
     watch = asyncio.get_running_loop().create_task(_watch(receive, driver, sink))
     try:
         await driver.run()
@@ -190,9 +204,29 @@ async def _watch(receive: Receive, driver: RequestDriver, sink: HttpSink) -> Non
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            if not sink.completed:
-                driver.interrupt(Interrupt.CLIENT_GONE)
+            _left(driver, sink)
             return
+
+
+def _left(driver: RequestDriver, sink: HttpSink) -> None:
+    if not sink.completed:
+        driver.interrupt(Interrupt.CLIENT_GONE)
+
+
+async def _whole_body(receive: Receive, limit: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeftError
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts) if len(parts) > 1 else parts[0]
 
 
 def _path(scope: Scope) -> str:

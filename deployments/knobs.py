@@ -27,24 +27,26 @@ import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from policies.speculation import NO_EXPLORATION, Bounds
 from policies.types import Knobs
 
 MAGIC = b"TIDEGATE"
-VERSION = 1
+VERSION = 3
 RING_STEPS_MAX = 1 << 20
 _READ_TRIES_MAX = 100
 
 _HEADER = struct.Struct("<8sII")
 _CRC = struct.Struct("<I")
-_KNOBS = struct.Struct("<Qqqq")
-_GAUGES = struct.Struct("<Q17q")
-_STEP = struct.Struct("<Q8q")
+_KNOBS = struct.Struct("<Q6q")
+_GAUGES = struct.Struct("<Q19q")
+_STEP = struct.Struct("<Q11q")
 _NONE = -(1 << 63)
+_PPM = 1_000_000
 
 _HEADER_BYTES = 64
 _KNOBS_SLOT_BYTES = 64
 _GAUGES_SLOT_BYTES = 192
-_STEP_SLOT_BYTES = 96
+_STEP_SLOT_BYTES = 112
 _KNOBS_AT = _HEADER_BYTES
 _GAUGES_AT = _KNOBS_AT + 2 * _KNOBS_SLOT_BYTES
 _RING_AT = _GAUGES_AT + 2 * _GAUGES_SLOT_BYTES
@@ -71,7 +73,9 @@ class EngineGauges:
     running_seqs_now: int = 0
     step_tokens_now: int = 0
     speculative_depth_now: int | None = None
-    """``None``: the engine does not speculate."""
+    """Depth asked for, in force; ``None``: the engine does not speculate."""
+    speculative_depth_hard: int = 0
+    """Start-up depth that can be moved; 0: the engine does not speculate, or its depth stands still."""
     finished_total: int = 0
     aborted_total: int = 0
     preemptions_total: int = 0
@@ -81,6 +85,8 @@ class EngineGauges:
     """CLOCK_MONOTONIC when the last step finished; 0 before the first."""
     work_since_ns: int = 0
     """CLOCK_MONOTONIC since when the engine has had work without a pause; 0: it has none."""
+    step_tokens_floor: int = 0
+    """Least token budget that a step may have, whatever is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,45 @@ class StepRecord:
     """Sequences thrown out of the KV cache to make room in this step."""
     output_tokens: int | None = None
     """Tokens generated; ``None``: one for each decoded sequence."""
+    depth: int = 0
+    """Speculative depth at which the drafts of this step were cut."""
+    draft_tokens: int = 0
+    """Draft tokens verified in the step."""
+    accepted_tokens: int = 0
+    """Of those the ones that were kept."""
+
+
+def sizes_within(asked: Knobs, seqs_hard: int, tokens_hard: int, tokens_floor: int, running: int) -> tuple[int, int]:
+    """Running sequences and token budget of a step: what is asked for, within the engine's own limits.
+
+    No sequence that runs is sent away, and no step is smaller than ``tokens_floor`` or larger than at start-up.
+    """
+    seqs = seqs_hard if asked.running_seqs_max is None else asked.running_seqs_max
+    tokens = tokens_hard if asked.step_tokens_max is None else asked.step_tokens_max
+    return max(1, running, min(seqs, seqs_hard)), min(tokens_hard, max(tokens, tokens_floor))
+
+
+def depth_within(asked: Knobs, depth_hard: int) -> int:
+    """Speculative depth of a step: what is asked for, within what the engine was started with."""
+    return max(0, min(depth_hard if asked.speculative_depth is None else asked.speculative_depth, depth_hard))
+
+
+def next_step(gauges: EngineGauges, asked: Knobs) -> EngineGauges:
+    """Gauges with the knobs of the next step.
+
+    An engine reads them before each step, so that one without work tells those of its last step, although nothing keeps
+    it from following. One that follows none (it tells no cap) is left as it is.
+    """
+    if gauges.running or gauges.waiting or gauges.work_since_ns or not gauges.running_seqs_now:
+        return gauges
+    seqs, tokens = sizes_within(
+        asked, gauges.running_seqs_hard, gauges.step_tokens_hard, gauges.step_tokens_floor, running=0
+    )
+    depth = depth_within(asked, gauges.speculative_depth_hard) if gauges.speculative_depth_hard else None
+    depth = gauges.speculative_depth_now if depth is None else depth
+    if (seqs, tokens, depth) == (gauges.running_seqs_now, gauges.step_tokens_now, gauges.speculative_depth_now):
+        return gauges
+    return replace(gauges, running_seqs_now=seqs, step_tokens_now=tokens, speculative_depth_now=depth)
 
 
 class EngineShared:
@@ -118,7 +163,7 @@ class EngineShared:
         self._map = mapping
         self._owner = owner
         self._knobs_raw = b""
-        self._knobs_seq, self._knobs = self._newest_knobs() or (0, Knobs())
+        self._knobs_seq, self._knobs, self._bounds = self._newest_knobs() or (0, Knobs(), NO_EXPLORATION)
         self._gauges_seq, self._gauges = self._newest_gauges() or (0, EngineGauges())
 
     @classmethod
@@ -172,20 +217,27 @@ class EngineShared:
 
     # --- replica side -------------------------------------------------------------------------------------------------
 
-    def write_knobs(self, knobs: Knobs) -> None:
-        """Tell the engine; it reads them before its next step. Values are checked and bounded there."""
-        self._knobs_seq, self._knobs = self._knobs_seq + 1, knobs
-        fields = (knobs.running_seqs_max, knobs.step_tokens_max, knobs.speculative_depth)
+    def write_knobs(self, knobs: Knobs, bounds: Bounds = NO_EXPLORATION) -> None:
+        """Tell the engine; it reads them before its next step. Values are checked and bounded there.
+
+        ``bounds`` say how far it may explore other speculative depths than the one in ``knobs``.
+        """
+        self._knobs_seq, self._knobs, self._bounds = self._knobs_seq + 1, knobs, bounds
+        share_ppm = round(bounds.share * _PPM)
+        fields = (
+            knobs.running_seqs_max, knobs.step_tokens_max, knobs.speculative_depth, share_ppm, bounds.steps,
+            bounds.depth_max,
+        )  # fmt: skip
         payload = _KNOBS.pack(self._knobs_seq, *(_NONE if v is None else v for v in fields))
         self._put(_KNOBS_AT + (self._knobs_seq % 2) * _KNOBS_SLOT_BYTES, payload)
 
     def read_gauges(self) -> EngineGauges:
-        """Newest gauges of the engine."""
+        """Newest gauges of the engine, with the knobs of its next step where it has no work (:func:`next_step`)."""
         for _ in range(_READ_TRIES_MAX):
             if found := self._newest_gauges():
                 self._gauges = found[1]
                 break
-        return self._gauges
+        return next_step(self._gauges, self._knobs)
 
     def read_steps(self, after_seq: int) -> tuple[list[StepRecord], int, int]:
         """Steps after ``after_seq`` in order, the last sequence number seen, and how many were overwritten unread.
@@ -214,8 +266,13 @@ class EngineShared:
         """Newest knobs of the replica; the previous ones in the rare case that none could be read whole."""
         raw = self._map[_KNOBS_AT:_GAUGES_AT]
         if raw != self._knobs_raw and (found := self._newest_knobs()):
-            self._knobs_raw, self._knobs = raw, found[1]
+            self._knobs_raw, (_, self._knobs, self._bounds) = raw, found
         return self._knobs
+
+    @property
+    def bounds(self) -> Bounds:
+        """Of exploration, as :meth:`read_knobs` found them last."""
+        return self._bounds
 
     def write_gauges(self, gauges: EngineGauges) -> None:
         """Publish the engine's state."""
@@ -229,6 +286,7 @@ class EngineShared:
         payload = _STEP.pack(
             step.seq, step.start_ns, step.duration_us, step.running, step.prefill_tokens, step.decode_seqs,
             step.kv_tokens, step.preempted, _NONE if step.output_tokens is None else step.output_tokens,
+            step.depth, step.draft_tokens, step.accepted_tokens,
         )  # fmt: skip
         self._put(self._step_offset(step.seq), payload)
 
@@ -248,9 +306,13 @@ class EngineShared:
         slots = [v for i in (0, 1) if (v := self._get(offset + i * slot_bytes, layout)) is not None]
         return max(slots, key=lambda v: v[0], default=None)
 
-    def _newest_knobs(self) -> tuple[int, Knobs] | None:
+    def _newest_knobs(self) -> tuple[int, Knobs, Bounds] | None:
         found = self._newest(_KNOBS_AT, _KNOBS_SLOT_BYTES, _KNOBS)
-        return None if found is None else (found[0], Knobs(*(None if v == _NONE else v for v in found[1:])))
+        if found is None:
+            return None
+        seq, *knobs, share_ppm, steps, depth_max = found
+        bounds = Bounds(share_ppm / _PPM, steps, None if depth_max == _NONE else depth_max)
+        return seq, Knobs(*(None if v == _NONE else v for v in knobs)), bounds
 
     def _newest_gauges(self) -> tuple[int, EngineGauges] | None:
         found = self._newest(_GAUGES_AT, _GAUGES_SLOT_BYTES, _GAUGES)
@@ -283,4 +345,4 @@ def _gauges_from(values: tuple[int, ...]) -> EngineGauges:
 
 
 _GAUGE_NAMES = tuple(EngineGauges.__dataclass_fields__)
-assert len(_GAUGE_NAMES) == 17, "layout and fields disagree"
+assert len(_GAUGE_NAMES) == 19, "layout and fields disagree"

@@ -8,6 +8,7 @@ temporary folder removed; logs stay in ``.run/``.
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import json
 import os
@@ -20,19 +21,22 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from deployments import model, run_state
+from deployments.auth import check_keys
 from deployments.cluster import NotReadyError, Ports, RefusedError, ServeApi, start_ray
 from deployments.config_file import IMPORT_PATH, check_config, load_yaml
+from deployments.keys import INFERENCE, new_key, values_of
 from deployments.preflight import Finding, Level, Needs, judge, measure, packages_for
 from deployments.progress import Progress, Step
 from deployments.recording import check_folder
 from deployments.run_state import Identity, RunState
 from deployments.settings import Settings, SettingsError
+from policies.config import DEFAULT_TENANT
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_FOLDER = ROOT / ".run"
@@ -43,6 +47,7 @@ END_GRACE_S = 20.0
 """Ray and its processes are asked to end for this long, then forced."""
 SUPERVISOR_END_S_MAX = END_GRACE_S + 40.0
 PROBE_TIMEOUT_S = 120.0
+PROBE_KEY_MARGIN_S = RAY_START_S_MAX + PROBE_TIMEOUT_S
 _WORDS_MAX = 500
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -64,6 +69,8 @@ class Plan:
     prefix: str
     settings: Settings
     ports: Ports
+    probe_key: str = field(default="", repr=False)
+    """API key of the first request; empty where none is needed."""
 
     @property
     def url(self) -> str:
@@ -92,11 +99,30 @@ def examine(plan: Plan) -> list[Finding]:
     """Look at the machine and return what stands in the way of ``plan``.
 
     Raises:
-        SettingsError: the folder of the recording cannot be written.
+        SettingsError: the folder of the recording cannot be written, or the file of API keys not be used.
     """
     check_folder(plan.settings)
+    warning = check_keys(plan.settings.auth)
     needs = Needs(plan.settings, plan.ports.listed(), packages_for(plan.settings))
-    return judge(measure(needs, Path(run_state.TEMP_ROOT)), needs)
+    found = judge(measure(needs, Path(run_state.TEMP_ROOT)), needs)
+    return found if warning is None else [*found, Finding(Level.WARNING, warning)]
+
+
+def with_probe_key(plan: Plan, lifetime_s: float) -> Plan:
+    """``plan`` with a key for the first request, valid for ``lifetime_s``, where keys are needed.
+
+    Only its hash goes to Serve, beside the keys of the configuration; the key stays in this process.
+    """
+    if not plan.settings.auth.required:
+        return plan
+    now_s = time.time()
+    key, record = new_key(DEFAULT_TENANT, [INFERENCE], now_s, now_s + lifetime_s)
+    config = copy.deepcopy(plan.config)
+    app = next(app for app in config["applications"] if app.get("import_path") == IMPORT_PATH)
+    app["args"] = app.get("args") or {}
+    auth = app["args"].setdefault("auth", {})
+    auth["keys"] = [*auth.get("keys", []), values_of(record)]
+    return replace(plan, config=config, probe_key=key)
 
 
 # --- up ---------------------------------------------------------------------------------------------------------------
@@ -114,6 +140,7 @@ def up(config_file: Path, ports: Ports, *, detach: bool, wait: bool, timeout_s: 
         plan = read_plan(config_file, ports)
         _check_machine(plan, progress)
         _get_model(plan.settings, progress)
+        plan = with_probe_key(plan, timeout_s + PROBE_KEY_MARGIN_S)
         state = run_state.new_run(plan.ports.dashboard, None if detach else Identity.of(os.getpid()))
         keep = False
         try:
@@ -311,9 +338,10 @@ def _names_an_error(word: str) -> bool:
 def probe(plan: Plan) -> str | None:
     """Ask the gateway for a short completion; return ``None`` when it came, else what came instead."""
     body = {"model": plan.settings.model.name, "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
-    request = urllib.request.Request(
-        f"{plan.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
+    headers = {"content-type": "application/json"}
+    if plan.probe_key:
+        headers["authorization"] = f"Bearer {plan.probe_key}"
+    request = urllib.request.Request(f"{plan.url}/v1/completions", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as answer:
             choices = json.load(answer).get("choices")
@@ -330,6 +358,7 @@ def _tell_ready(plan: Plan, state: RunState, progress: Progress, *, detach: bool
         "temperature": 0,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
     }
+    key = '-H "authorization: Bearer $TIDEGATE_API_KEY" ' if plan.settings.auth.required else ""
     progress.say(
         f"""
 Tidegate is ready ({time.time() - state.started_at_s:.0f} s).
@@ -339,7 +368,7 @@ Tidegate is ready ({time.time() - state.started_at_s:.0f} s).
   logs       {state.temp_dir}/session_latest/logs/serve
 
 Try it:
-  curl {plan.url}/v1/chat/completions -H 'content-type: application/json' \\
+  curl {plan.url}/v1/chat/completions -H 'content-type: application/json' {key}\\
     -d '{json.dumps(body)}'
 
 {"To end it: make stop" if detach else "To end it: Ctrl-C here, or make stop in another shell"}"""

@@ -97,6 +97,8 @@ def engine_environment(model: ModelSettings, location: str) -> dict[str, str]:
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(model.cpu.kv_cache_gib),
             "OMP_NUM_THREADS": str(model.cpu.threads),
+            # The n-gram drafter's numba sets OpenMP's threads of the whole process to its own number, every core.
+            "NUMBA_NUM_THREADS": str(model.cpu.threads),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, two replicas would share one core
         }
         if runs_eagerly(model):

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs
 
 import msgspec
 
+from deployments import task_api
+from deployments.auth import Principal
 from deployments.clock import now_ns
+from deployments.control_api import ControlApi
 from deployments.controller_link import ControllerLink
 from deployments.core import GatewayCore
-from deployments.endpoints import MODEL_PREFIX
-from deployments.errors import GatewayError, bad_request, model_not_found
+from deployments.endpoints import MODEL_PREFIX, TASK_PREFIX
+from deployments.errors import GatewayError, model_not_found
+from deployments.openapi import describe
 from deployments.telemetry import CONTENT_TYPE
-
-DECISIONS_MAX = 1_000
-"""Ledger entries of one answer."""
-DECISIONS_DEFAULT = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +36,50 @@ class OwnAnswers:
     def __init__(self, core: GatewayCore, controller: ControllerLink, started_s: int | None = None) -> None:
         self._core = core
         self._controller = controller
+        self._control = ControlApi(controller)
         self._created_s = int(time.time()) if started_s is None else started_s
+        self._description = describe(core.settings.model.name, core.settings.auth.required)
 
-    async def answer(self, path: str, query: bytes) -> Answer:
-        """The answer to GET ``path``. Raises ``GatewayError``."""
+    async def answer(self, path: str, query: bytes, tenant: str) -> Answer:
+        """The answer to GET ``path`` by ``tenant``. Raises ``GatewayError``."""
         if path == "/health":
             return self.health()
         if path == "/metrics":
             return self.metrics()
+        if path == "/openapi.json":
+            return Answer(self._description)
         if path == "/control/state":
-            return _json(await self._controller.ask("state"))
-        if path == "/control/decisions":
-            return _json(await self._controller.ask("decisions", *_page(query)))
+            state = await self._controller.ask("state")
+            return _json({**state, "objectives_refused": self._core.objectives.refused})
+        if path == "/control/tasks":
+            return _json(task_api.summary(self._core.policies.flow_context.tasks, now_ns()))
+        if path == "/control/tenants":
+            return _json(await self._controller.ask("tenants"))
+        if path.startswith("/control/"):
+            return _json(await self._control.read(path, query))
+        if path.startswith(TASK_PREFIX):
+            tasks = self._core.policies.flow_context.tasks
+            return _json(await self._task(lambda: task_api.show(tasks, tenant, path, now_ns())))
         if path.startswith(MODEL_PREFIX):
             return _json(self.model(path[len(MODEL_PREFIX) :]))
         return _json(self.models())
+
+    async def take(self, method: str, path: str, body: bytes, principal: Principal) -> Answer:
+        """The answer to POST and DELETE ``path``: a task's outcome, something set by hand. Raises ``GatewayError``."""
+        if path.startswith("/control/"):
+            return _json(await self._control.change(method, path, body, principal))
+        tasks, tenant = self._core.policies.flow_context.tasks, principal.tenant
+        return _json(await self._task(lambda: task_api.tell(tasks, tenant, path, body, now_ns())))
+
+    async def _task(self, answer: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The answer, after asking the other gateways where this one does not know the task."""
+        try:
+            return answer()
+        except GatewayError as error:
+            if error.status != 404 or not self._core.policies.flow_context.tasks.shared:
+                raise
+        await self._controller.exchange_tasks()
+        return answer()
 
     def health(self) -> Answer:
         """200 with an empty body when a replica is ready, as engines answer; else 503."""
@@ -72,15 +101,30 @@ class OwnAnswers:
         """Prometheus text of this gateway; gauges are read now."""
         core = self._core
         core.meter.fold()
-        age_ms = core.policies.plan_follower.age_ms(now_ns())
+        core.meter.tenants(core.policies.flow_context.admission.tenants)
+        tasks, at_ns = core.policies.flow_context.tasks, now_ns()
+        tasks.expire(at_ns)
+        core.meter.tasks_ended(tasks.take_ended())
+        age_ms = core.policies.plan_follower.age_ms(at_ns)
         telemetry = core.meter.telemetry
         telemetry["tidegate_inflight_requests"].set(len(core.drivers))
+        telemetry["tidegate_open_tasks"].set(tasks.open_tasks)
         telemetry["tidegate_queued_requests"].set(core.queued)
         telemetry["tidegate_plan_age_seconds"].set(None if age_ms is None else age_ms / 1_000)
         telemetry["tidegate_prefix_index_blocks"].set(len(core.policies.index))
+        context = core.policies.flow_context
+        telemetry["tidegate_queue_tokens"].set(context.admission.queue.tokens)
+        telemetry["tidegate_serving_tokens_per_second"].set(context.admission.forecast.rate(at_ns))
+        telemetry["tidegate_retry_budget_attempts"].set(context.budget.attempts_left)
+        telemetry["tidegate_ejected_replicas"].set(len(context.health.blocked(at_ns)))
+        telemetry["tidegate_quarantined_requests"].set(len(context.quarantine))
+        core.meter.ejections(context.health.ejections())
         if core.recorder is not None:
             for result, lines in zip(("ok", "dropped"), core.recorder.take_counts(), strict=True):
                 telemetry["tidegate_recording_lines_total"].inc(lines, result=result)
+        if core.tracing is not None:
+            for result, spans in zip(("ok", "failed", "dropped"), core.tracing.take_counts(), strict=True):
+                telemetry["tidegate_trace_spans_total"].inc(spans, result=result)
         return Answer(telemetry.render(), content_type=CONTENT_TYPE)
 
     def _card(self) -> dict[str, Any]:
@@ -106,35 +150,9 @@ class OwnAnswers:
             "owned_by": "vllm",
             "root": model.source,
             "parent": None,
-            "max_model_len": context_tokens(model.context_tokens_max, model.engine_args),
+            "max_model_len": model.known_context_tokens,
             "permission": [permission],
         }
-
-
-def context_tokens(configured: int | None, engine_args: dict[str, Any]) -> int | None:
-    """Longest context as far as the settings say; ``None`` when only the engine knows."""
-    if configured is not None:
-        return configured
-    value = engine_args.get("max_model_len")
-    return value if isinstance(value, int) else None
-
-
-def _page(query: bytes) -> tuple[int, int | None]:
-    """``limit`` and ``since_seq`` of the ledger's query string."""
-    fields = parse_qs(query.decode("latin-1"))
-    limit, since = (_whole_number(fields, name) for name in ("limit", "since_seq"))
-    if limit is not None and not 1 <= limit <= DECISIONS_MAX:
-        raise bad_request(f"limit: must be in 1..{DECISIONS_MAX}.", "limit")
-    return DECISIONS_DEFAULT if limit is None else limit, since
-
-
-def _whole_number(fields: dict[str, list[str]], name: str) -> int | None:
-    values = fields.get(name)
-    if not values:
-        return None
-    if not (values[-1].isascii() and values[-1].isdigit() and len(values[-1]) <= 18):
-        raise bad_request(f"{name}: must be a whole number.", name)
-    return int(values[-1])
 
 
 def _json(value: Any) -> Answer:

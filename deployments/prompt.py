@@ -22,12 +22,13 @@ from xxhash import xxh3_64_intdigest
 
 from deployments.endpoints import Endpoint, PromptKind
 from deployments.errors import GatewayError, bad_request, model_not_found
+from deployments.resume_plan import ResumePlan, plan_of
 from policies.types import BlockHash
 
 OUTPUT_TOKENS_MAX = 10_000_000
 """A larger ``max_tokens`` is taken as this for counting load; the engine judges the number itself."""
-CHOICES_MAX = 128
-"""Likewise for ``n``."""
+CHOICES_MAX = 16_384
+"""Likewise for ``n`` times the prompts of a batch; engines allow no larger ``n``."""
 TOKEN_ID_BYTES = 4
 
 
@@ -72,7 +73,16 @@ class ParsedBody:
     prompt_tokens: int
     """Estimated load in computed prompt tokens, at least 1."""
     output_tokens_max: int | None
+    """Of all its answers together; ``None``: it names no limit."""
+    choices: int
+    """Answers it asks for: ``n`` for each prompt of a batch."""
     blocks: tuple[BlockHash, ...]
+    metadata: object = None
+    """The body's ``metadata``, as it came."""
+    cache_salt: object = None
+    """The body's own ``cache_salt``, as it came."""
+    plan: ResumePlan | None = None
+    """How its stream could be resumed exactly; ``None``: it could not."""
 
 
 def parse_body(body: bytes, endpoint: Endpoint, model: str, tenant: str, sizes: BlockSizes) -> ParsedBody:
@@ -97,9 +107,18 @@ def parse_body(body: bytes, endpoint: Endpoint, model: str, tenant: str, sizes: 
         stream=stream and endpoint.streams,
         prompt_bytes=total_bytes,
         prompt_tokens=tokens,
-        output_tokens_max=_output_tokens(fields) if endpoint.generates else 0,
+        output_tokens_max=_output_tokens(fields, endpoint) if endpoint.generates else 0,
+        choices=choices_of(fields, endpoint),
         blocks=blocks,
+        metadata=fields.get("metadata"),
+        cache_salt=salt,
+        plan=_plan(fields, endpoint) if stream else None,
     )
+
+
+def _plan(fields: dict[str, Any], endpoint: Endpoint) -> ResumePlan | None:
+    plan = plan_of(fields, endpoint)
+    return None if isinstance(plan, str) else plan
 
 
 def block_hashes(text: bytes, seed: int, sizes: BlockSizes) -> tuple[BlockHash, ...]:
@@ -150,14 +169,35 @@ def _stream_flag(fields: dict[str, Any]) -> bool:
     return bool(stream)
 
 
-def _output_tokens(fields: dict[str, Any]) -> int | None:
-    for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
-        value = fields.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            n = fields.get("n")
-            choices = min(n, CHOICES_MAX) if isinstance(n, int) and not isinstance(n, bool) and n > 1 else 1
-            return min(value, OUTPUT_TOKENS_MAX) * choices
-    return None
+def _output_tokens(fields: dict[str, Any], endpoint: Endpoint) -> int | None:
+    limit = limit_of(fields, endpoint)[1]
+    return None if limit is None else min(limit, OUTPUT_TOKENS_MAX) * choices_of(fields, endpoint)
+
+
+def limit_of(fields: dict[str, Any], endpoint: Endpoint) -> tuple[str, int | None]:
+    """Name and value of the field that limits each answer; ``None``: there is no limit, or none that makes sense."""
+    names = endpoint.output_limits
+    name = next((n for n in names if fields.get(n) is not None), names[-1])
+    limit = whole_of(fields.get(name))
+    return name, limit if limit is not None and limit >= 0 else None
+
+
+def choices_of(fields: dict[str, Any], endpoint: Endpoint) -> int:
+    """Answers that a body asks for, 1 to ``CHOICES_MAX``."""
+    prompt = fields.get("prompt") if endpoint.prompt is PromptKind.PROMPT else None
+    batch = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
+    return min(CHOICES_MAX, batch * max(1, whole_of(fields.get("n")) or 1))
+
+
+def whole_of(value: object) -> int | None:
+    """``value`` as engines read a whole number: one in a string, and a float without a fraction, are taken as well."""
+    if isinstance(value, int):
+        return int(value)
+    try:
+        number = float(value) if isinstance(value, str | float) else 0.5
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() else None
 
 
 def _json_type(value: object) -> str:

@@ -244,18 +244,18 @@ def check_folder(settings: Settings) -> None:
     """Refuse a folder that cannot be written, before anything starts.
 
     Raises:
-        SettingsError: ``recording.folder: path: why``.
+        SettingsError: ``recording.folder: path: why``, likewise for the ledger's.
     """
-    folder = settings.recording.folder
-    if folder is None:
-        return
-    try:
-        make_folder(Path(folder))
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"x")
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise SettingsError([f"recording.folder: {folder!r}: cannot be written: {why}"]) from None
+    for section, folder in (("recording", settings.recording.folder), ("ledger", settings.ledger.folder)):
+        if folder is None:
+            continue
+        try:
+            make_folder(Path(folder))
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"x")
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise SettingsError([f"{section}.folder: {folder!r}: cannot be written: {why}"]) from None
 
 
 def open_recorder(settings: Settings, source: str, name: str) -> Recorder | None:
@@ -263,6 +263,15 @@ def open_recorder(settings: Settings, source: str, name: str) -> Recorder | None
     if settings.recording.folder is None:
         return None
     return Recorder(settings.recording, new_header(settings, source, name))
+
+
+def open_ledger(settings: Settings, epoch: str, default_folder: str | None = None) -> Recorder | None:
+    """The file of one controller's decisions; ``None`` where it is off or there is no folder for it."""
+    folder = settings.ledger.folder or default_folder
+    if folder is None or not settings.ledger.enabled:
+        return None
+    chosen = settings.ledger.model_copy(update={"folder": folder})
+    return Recorder(chosen, new_header(settings, "ledger", epoch))
 
 
 def request_line(

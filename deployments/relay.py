@@ -21,7 +21,9 @@ TAIL_CHUNKS_MAX = 4
 TAIL_BYTES_MAX = 65_536
 """Of each kept chunk, only its end is looked at."""
 USAGE_BYTES_MAX = 4_096
+OPENING = ord("{")
 ERROR_KEY = b'"error"'
+EVENT_STREAM = "text/event-stream"
 RELAYED_HEADERS = (b"content-type", b"content-length", b"content-encoding", b"cache-control")
 """Headers of a replica's response that belong to the client: those of its body."""
 
@@ -99,6 +101,7 @@ class Tail:
 
 _STREAM_ERROR = re.compile(rb'(?:^|\n)data: ?\{"(?:error|type)": ?(?:\{|"error")|(?:^|\n)event: ?error')
 _USAGE = re.compile(rb'"usage": ?\{')
+_BRACE = re.compile(rb"[{}]")
 
 
 def has_stream_error(data: bytes) -> bool:
@@ -138,12 +141,11 @@ def usage_of(data: bytes) -> Usage:
 def _object_at(data: bytes, start: int) -> dict[str, Any] | None:
     """The JSON object that begins at ``start``; usage objects hold no strings with braces."""
     depth = 0
-    for at in range(start, min(len(data), start + USAGE_BYTES_MAX)):
-        byte = data[at]
-        depth += (byte == 0x7B) - (byte == 0x7D)
+    for brace in _BRACE.finditer(data, start, start + USAGE_BYTES_MAX):
+        depth += 1 if data[brace.start()] == OPENING else -1
         if depth == 0:
             try:
-                value = msgspec.json.decode(data[start : at + 1])
+                value = msgspec.json.decode(data[start : brace.end()])
             except msgspec.DecodeError:
                 return None
             return value if isinstance(value, dict) else None

@@ -7,6 +7,7 @@ reports to whom is passed in as ``report``.
 * **Signals.** Every ``report_interval_ms`` (jittered by 10 %, so that replicas do not report in step) a
   :class:`ReplicaReport` goes to the controller and its answer, the newest plan, comes back. One report is under way at
   a time; a controller that is slow, dead or gone costs nothing but its plans.
+* **Devices.** Read before each report, in a thread: one that hangs makes its readings unknown and nothing else late.
 * **Knobs.** The plan in force says what the engine may do; without one, or in shadow mode, the engine has its start-up
   values. That is the local safe rule: what the operator configured.
 * **Health by progress.** With work and no step finished for ``stuck_after_s`` the replica is unhealthy, and so it is
@@ -34,11 +35,15 @@ import uvicorn
 
 from deployments.clock import now_ns
 from deployments.gate import ASGIApp, Gate
+from deployments.http_bounds import BoundedHttp
 from deployments.knobs import EngineGauges, EngineShared
 from deployments.reporting import ReportBuilder
 from deployments.settings import ModelSettings
 from policies.config import PolicyConfig
+from policies.measures import GpuReading, Roofline
 from policies.plan_follower import PlanFollower
+from policies.routing.sample import Sample, sample
+from policies.speculation import NO_EXPLORATION, exploration
 from policies.step_model import predict_step_ms
 from policies.types import Knobs, Mode, Plan, ReplicaId, ReplicaReport, ReplicaState
 
@@ -49,6 +54,7 @@ LOOPBACK = "127.0.0.1"
 DRAIN_GRACE_S = 2.0
 DRAIN_LOOK_S = 1.0
 REPORT_TIMEOUT_S = 2.0
+GPU_READ_S = 0.5
 REPORT_JITTER_SHARE = 0.1
 KEEP_ALIVE_S = 120
 """Longer than a gateway keeps an idle connection, so that it is always the gateway that closes it."""
@@ -92,18 +98,21 @@ class ReplicaHost:
         identity: ReplicaIdentity,
         started_ns: int,
         report: Report,
-        gpu: Callable[[], float | None] = lambda: None,
+        gpu: Callable[[], GpuReading | None] | None = None,
+        roofline: Roofline | None = None,
     ) -> None:
-        """Bind nothing yet. ``started_ns`` is when the replica began to start; ``gpu`` reads the SM utilisation."""
+        """Bind nothing yet. ``started_ns`` is when the replica began to start; ``gpu`` reads its devices."""
         self._model = model
         self._shared = shared
         self._identity = identity
         self._started_ns = started_ns
         self._report = report
         self._gpu = gpu
-        self._builder = ReportBuilder(identity.replica_id, model.name, policy.routing.step_prior, now_ns())
+        self._gpu_read: asyncio.Future[GpuReading | None] | None = None
+        self._builder = ReportBuilder(identity.replica_id, model.name, policy.routing.step_prior, now_ns(), roofline)
         self._follower = PlanFollower()
-        self._knobs = Knobs()
+        self._policy = policy
+        self._knobs, self._bounds = Knobs(), NO_EXPLORATION
         self._token = secrets.token_urlsafe(32)
         self._gate: Gate | None = None
         self._server: _Server | None = None
@@ -172,26 +181,10 @@ class ReplicaHost:
         endpoint = f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
         return {"endpoint": endpoint, "gate": self._token, "model": self._model.name}
 
-    def routing_stats(self) -> dict[str, int | float | str]:
+    def routing_stats(self) -> Sample:
         """Fresh sample for the routers. ``seq`` grows with each call, so a receiver can tell new from repeated."""
         self._stats_seq += 1
-        gauges, step = self._shared.read_gauges(), self._builder.coefficients()
-        return {
-            "seq": self._stats_seq,
-            "state": self.state().value,
-            "running": gauges.running,
-            "waiting": gauges.waiting,
-            "prefill_backlog_tokens": gauges.prefill_backlog_tokens,
-            "kv_tokens_used": gauges.kv_tokens_used,
-            "kv_tokens_max": gauges.kv_tokens_max,
-            "running_seqs_max": gauges.running_seqs_now,
-            "step_tokens_max": gauges.step_tokens_now,
-            "step_a_ms": step.a_ms,
-            "step_b_ms": step.b_ms,
-            "step_c_ms": step.c_ms,
-            "step_d_ms": step.d_ms,
-            "step_samples": step.samples,
-        }
+        return sample(self._stats_seq, self.state(), self._shared.read_gauges(), self._builder.coefficients())
 
     def autoscaling_stats(self) -> dict[str, float]:
         """Load for the scaling policy's local rule."""
@@ -203,17 +196,24 @@ class ReplicaHost:
         }
 
     async def check_health(self) -> None:
-        """Raise :class:`ReplicaUnhealthyError` when the port is gone or the engine makes no progress."""
+        """Raise :class:`ReplicaUnhealthyError`: no port, an engine without progress, or the plan retires it."""
         if self._serving is None or self._serving.done():
             raise ReplicaUnhealthyError("the replica's HTTP server is not running")
         if why := self._stuck():
             raise ReplicaUnhealthyError(why)
+        if self._retired():
+            raise ReplicaUnhealthyError("the controller's plan retires this replica: its device became slow")
+
+    def _retired(self) -> bool:
+        """Whether the plan in force wants another one in its place."""
+        plan = self._follower.current(now_ns())
+        return plan is not None and plan.mode is Mode.ACT and self._identity.replica_id in plan.retired
 
     def state(self) -> ReplicaState:
         """Life of this replica as routers and the controller see it."""
         if self._gate is None:
             return ReplicaState.STARTING
-        if self._draining:
+        if self._draining or self._retired():
             return ReplicaState.DRAINING
         return ReplicaState.STUCK if self._stuck() else ReplicaState.READY
 
@@ -250,12 +250,13 @@ class ReplicaHost:
         plan = self._follower.current(now_ns())
         acting = plan is not None and plan.mode is Mode.ACT
         knobs = plan.knobs.get(self._identity.replica_id, Knobs()) if plan and acting else Knobs()
-        if knobs != self._knobs:
-            self._shared.write_knobs(knobs)
-            self._knobs = knobs
+        bounds = exploration(self._policy, plan, self._identity.replica_id) if plan and acting else NO_EXPLORATION
+        if (knobs, bounds) != (self._knobs, self._bounds):
+            self._shared.write_knobs(knobs, bounds)
+            self._knobs, self._bounds = knobs, bounds
 
-    def build_report(self) -> ReplicaReport:
-        """Close the current window."""
+    def build_report(self, gpu: GpuReading | None = None) -> ReplicaReport:
+        """Close the current window; ``gpu`` is what its devices said just now."""
         now = now_ns()
         plan = self._follower.current(now)
         return self._builder.build(
@@ -263,7 +264,7 @@ class ReplicaHost:
             now,
             state=self.state(),
             http_inflight=self._gate.inflight if self._gate else 0,
-            gpu_utilisation_share=self._gpu(),
+            gpu=gpu,
             cold_start_ms=self._cold_start_ms,
             plan_seq=plan.seq if plan else None,
         )
@@ -275,10 +276,22 @@ class ReplicaHost:
             await asyncio.sleep(interval_s * rng.uniform(1 - REPORT_JITTER_SHARE, 1 + REPORT_JITTER_SHARE))
             try:
                 self.follow_plan()
+                gpu = await self._read_gpu()
                 if self._sending is None or self._sending.done():
-                    self._sending = asyncio.create_task(self._send(self.build_report()))
+                    self._sending = asyncio.create_task(self._send(self.build_report(gpu)))
             except Exception:
                 logger.exception("building a report failed")
+
+    async def _read_gpu(self) -> GpuReading | None:
+        """One read at a time; ``None`` where it takes longer than :data:`GPU_READ_S`: a device may hang for ever."""
+        if self._gpu is None:
+            return None
+        if self._gpu_read is None or self._gpu_read.done():
+            self._gpu_read = asyncio.ensure_future(asyncio.to_thread(self._gpu))
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._gpu_read), GPU_READ_S)
+        except TimeoutError:
+            return None
 
     async def _send(self, report: ReplicaReport) -> None:
         try:
@@ -294,7 +307,7 @@ def _uvicorn_config(app: Gate) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         interface="asgi3",
-        http="httptools",
+        http=BoundedHttp,
         ws="none",
         lifespan="off",
         access_log=False,

@@ -28,11 +28,14 @@ from ray import serve
 from deployments.clock import now_ns
 from deployments.controller_actor import ACTOR_NAME, OWNER_DEPLOYMENT
 from deployments.knobs import EngineShared
+from deployments.model_figures import model_figures
 from deployments.replica_host import LOOPBACK, ReplicaHost, ReplicaIdentity, Report
 from deployments.scaling import autoscaling_config
 from deployments.sensors import GpuSensor
 from deployments.serve_internals import find_controller_actor
-from deployments.settings import Settings
+from deployments.settings import ModelSettings, Settings
+from policies.measures import Roofline
+from policies.roofline import roofline_of
 from policies.types import Plan, ReplicaReport
 
 NAME = "Engine"
@@ -94,6 +97,7 @@ def new_host(
     context = serve.get_replica_context()
     host = LOOPBACK if settings.model.listen == "loopback" else ray.util.get_node_ip_address()
     identity = ReplicaIdentity(context.replica_id.unique_id, context.app_name, context.deployment, host)
+    sensor = GpuSensor(gpu_devices or [])
     return ReplicaHost(
         settings.model,
         settings.policy_config(),
@@ -101,8 +105,15 @@ def new_host(
         identity,
         started_ns,
         through(ControllerLine(context.app_name)),
-        GpuSensor(gpu_devices or []).utilisation_share,
+        sensor if sensor.devices else None,
+        roofline(settings.model, sensor),
     )
+
+
+def roofline(model: ModelSettings, sensor: GpuSensor) -> Roofline | None:
+    """What the calling replica's devices could do at best with ``model``; ``None`` where one of the two is unknown."""
+    device = sensor.device_name()
+    return roofline_of(device, sensor.devices, model_figures(model)) if device is not None else None
 
 
 class ControllerLine:

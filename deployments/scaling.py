@@ -2,8 +2,10 @@
 
     fresh plan, acting     its replicas_target; no target in it: hold
     fresh plan, shadow     hold
-    no fresh plan          max(target, ceil(requests open at the replicas / inflight_target)): may rise, never falls
+    no fresh plan          max(target, ceil(requests open at the replicas / inflight_target)): may rise, never falls;
+                           hold where the configuration says shadow or switched scaling off
 
+A plan's own mode counts, not the configuration's: people may set a number, or the mode, by hand.
 A plan is fresh until ``ttl_ms`` after it was first received, on this process' clock; the same plan received again does
 not grow younger. Serve's own delays are 0 and its factors 1 (:func:`autoscaling_config`): damping happens once, in
 ``autoscaling/``. Serve bounds the answer by the deployment's minimum and maximum.
@@ -19,7 +21,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,6 +48,16 @@ METRICS_INTERVAL_S = 1.0
 
 LOOK_BACK_S = 5.0
 """Window Serve averages it over."""
+
+REPLICA_PREFIX = "SERVE_REPLICA::"
+"""Begin of the names that Serve gives replica actors and their placement groups; then comes ``APP#DEPLOYMENT#ID``."""
+
+UNPLACED_S = 5.0
+"""A placement group that Ray has not placed for this long finds no room."""
+
+UNSTARTED_S = 30.0
+"""An actor without a placement group that Ray has not started for this long finds none either. Ray does not tell
+waiting for room from a slow start; the limit is that of Serve's own warning."""
 
 
 def decide(
@@ -97,6 +109,27 @@ class FollowedPlan:
         return self._plan
 
 
+class RoomWatch:
+    """Counts replicas that Ray finds no room for, from how long their names have been waiting."""
+
+    def __init__(self) -> None:
+        self._since_ns: dict[str, int] = {}
+
+    def count(self, groups: Mapping[str, str], actors: Collection[str], now_ns: int) -> int:
+        """Replicas that wait for room for too long.
+
+        Args:
+            groups: state of each placement group of the deployment, by name.
+            actors: names of its actors that Ray has not started yet.
+            now_ns: monotonic time.
+        """
+        unplaced = {name for name, state in groups.items() if state in {"PENDING", "RESCHEDULING"}}
+        waiting = unplaced | {name for name in actors if name not in groups}
+        self._since_ns = {name: self._since_ns.get(name, now_ns) for name in waiting}
+        limits = {name: UNPLACED_S if name in unplaced else UNSTARTED_S for name in waiting}
+        return sum(now_ns - since_ns >= limits[name] * 1e9 for name, since_ns in self._since_ns.items())
+
+
 class PlanFollowingPolicy:
     """Callable Serve builds once per deployment and calls several times a second.
 
@@ -105,7 +138,8 @@ class PlanFollowingPolicy:
         actor_suffix: end of that name; between the two stands a version that Serve chooses.
         namespace: Ray namespace the actor lives in.
         inflight_target: open requests per replica of the local rule.
-        acting: ``False`` in shadow mode and with scaling switched off: the number is left alone, plan or not.
+        acting: ``False`` where the configuration says shadow or switched scaling off: the number is left alone
+            without a plan.
     """
 
     def __init__(
@@ -119,6 +153,7 @@ class PlanFollowingPolicy:
         self._exchange: threading.Thread | None = None
         self._exchanged_ns: int | None = None
         self._told: tuple[int, str] | None = None
+        self._room = RoomWatch()
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """Serve's question; never blocks."""
@@ -129,7 +164,7 @@ class PlanFollowingPolicy:
             "replicas_min": ctx.capacity_adjusted_min_replicas,
             "replicas_max": ctx.capacity_adjusted_max_replicas,
         }
-        self._start_exchange(view, ctx.app_name or "", now_ns)
+        self._start_exchange(view, ctx.app_name or "", ctx.deployment_name, now_ns)
         replicas, why = self._answer(ctx, now_ns)
         if (replicas, why) != self._told:
             self._told = (replicas, why)
@@ -142,36 +177,52 @@ class PlanFollowingPolicy:
 
     def _answer(self, ctx: AutoscalingContext, now_ns: int) -> tuple[int, str]:
         bounds = (ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas)
-        if not self._acting:
-            return max(bounds[0], min(bounds[1], ctx.target_num_replicas)), "held: shadow mode, or scaling is off"
         plan = self._followed.current(now_ns)
+        if plan is None and not self._acting:
+            held = max(bounds[0], min(bounds[1], ctx.target_num_replicas))
+            return held, "held: no fresh plan, and the configuration says shadow or scaling off"
         inflight = None if plan is not None else _inflight(ctx.aggregated_metrics)
         return decide(plan, ctx.target_num_replicas, bounds, inflight, self._inflight_target)
 
-    def _start_exchange(self, view: dict[str, int], app: str, now_ns: int) -> None:
+    def _start_exchange(self, view: dict[str, int], app: str, deployment: str, now_ns: int) -> None:
         if self._exchange is not None and self._exchange.is_alive():
             return
         if self._exchanged_ns is not None and now_ns - self._exchanged_ns < EXCHANGE_PERIOD_S * 1e9:
             return
         self._exchanged_ns = now_ns
         self._exchange = threading.Thread(
-            target=self._do_exchange, args=(view, app), name="tidegate-exchange", daemon=True
+            target=self._do_exchange, args=(view, app, deployment), name="tidegate-exchange", daemon=True
         )
         self._exchange.start()
 
-    def _do_exchange(self, view: dict[str, int], app: str) -> None:
+    def _do_exchange(self, view: dict[str, int], app: str, deployment: str) -> None:
         """Tell the controller what Serve says and take its plan; runs in its own thread and ends within seconds."""
         try:
             if self._controller is None:
                 self._controller = self._find(app)
             if self._controller is None:
                 return
+            view["unschedulable"] = self._unschedulable(view, app, deployment)
             reply = self._controller.fleet.remote(view).future().result(timeout=EXCHANGE_TIMEOUT_S)
             if reply is not None:
                 self._followed.receive(reply, time.monotonic_ns())
         except Exception as error:  # noqa: BLE001 - whatever Ray raises, the controller is gone: look it up again
             self._controller = None
             logger.info("No answer of the controller actor of %s: %s.", app, type(error).__name__)
+
+    def _unschedulable(self, view: Mapping[str, int], app: str, deployment: str) -> int:
+        """Replicas without room; asks Ray only while replicas are missing (a few milliseconds)."""
+        import ray
+
+        groups, actors = {}, []
+        if view["replicas_running"] < view["replicas_target"] and ray.is_initialized():
+            prefix = f"{REPLICA_PREFIX}{app}#{deployment}#" if app else f"{REPLICA_PREFIX}{deployment}#"
+            try:
+                groups = {name: state for name, state in placement_groups().items() if name.startswith(prefix)}
+                actors = [name for name in actors_to_start() if name.startswith(prefix)]
+            except Exception as error:  # noqa: BLE001 - whatever Ray raises, the exchange goes on without this figure
+                logger.debug("Ray does not say who waits for room: %r.", error)
+        return self._room.count(groups, actors, time.monotonic_ns())
 
     def _find(self, app: str) -> Any:
         import ray
@@ -188,6 +239,22 @@ class PlanFollowingPolicy:
             and actor["name"].endswith(self._suffix)
         )
         return ray.get_actor(names[-1], namespace=self._namespace) if names else None
+
+
+def placement_groups() -> dict[str, str]:
+    """State of every placement group of the cluster that is not removed, by name."""
+    from ray.util import placement_group_table
+
+    rows = placement_group_table().values()
+    return {row["name"]: row["state"] for row in rows if row["state"] != "REMOVED"}
+
+
+def actors_to_start() -> list[str]:
+    """Names of the cluster's actors that wait for room, or for their process to start."""
+    from ray._private.state import state
+
+    rows = state.actor_table(None, actor_state_name="PENDING_CREATION").values()
+    return [row["Name"] for row in rows if row["Name"]]
 
 
 def _inflight(metrics: Mapping[str, Mapping[Any, float]] | None) -> float | None:

@@ -10,8 +10,12 @@ Knobs, applied before each ``schedule()``::
     running_seqs_max    never above start-up max_num_seqs (buffers are sized for it), never below what runs now
     step_tokens_max     never above start-up max_num_batched_tokens, never below one token (and its drafts) for each
                         running sequence, so that a small budget slows prompts and starves no stream
-    speculative_depth   0 .. num_speculative_tokens, by cutting the drafts; with asynchronous scheduling drafts never
-                        pass through here and the depth stays what it was
+    speculative_depth   0 .. num_speculative_tokens, for the drafts made at the end of the step: vLLM is asked for that
+                        many (``num_spec_tokens_to_schedule``; at 0 nothing is looked up), and more are cut. With
+                        asynchronous scheduling drafts never pass through here and the depth stays what it was
+
+Where the plan allows it, a few steps now and then draft at another depth, to learn what that is worth
+(``policies/speculation/explorer.py``); each record says at which.
 
 Duration of a step: from its start to the moment its output is here. Steps may overlap: with asynchronous scheduling
 step n+1 is scheduled while step n runs, and begins to run when n ends. So::
@@ -32,7 +36,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec
 
@@ -41,8 +45,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from deployments.clock import now_ns
-from deployments.knobs import EngineGauges, EngineShared, StepRecord
+from deployments.knobs import EngineGauges, EngineShared, StepRecord, depth_within, sizes_within
 from deployments.orphan import end_with
+from policies.speculation import DepthExplorer
+from policies.types import Knobs
 
 CONFIG_KEY = "tidegate"
 PATH_KEY = "shared"
@@ -63,11 +69,12 @@ VLLM_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "SchedulerOutput": (
         "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids",
+        "scheduled_spec_decode_tokens", "num_spec_tokens_to_schedule",
     ),
     "NewRequestData": ("req_id", "num_computed_tokens"),
     "CachedRequestData": ("resumed_req_ids",),
     "EngineCoreOutputs": ("outputs",),
-    "EngineCoreOutput": ("new_token_ids", "finish_reason"),
+    "EngineCoreOutput": ("request_id", "new_token_ids", "finish_reason"),
     "DraftTokenIds": ("draft_token_ids",),
 }  # fmt: skip
 """Names of vLLM 0.29 that this module reads or sets, by class."""
@@ -92,6 +99,8 @@ class _UnderWay:
     decode_seqs: int
     kv_tokens: int
     preempted: int
+    depth: int
+    drafts: Mapping[str, Sequence[int]]
 
 
 def _guarded(hook: Callable[P, None]) -> Callable[P, None]:
@@ -125,10 +134,14 @@ class LiveStep:
         self._seqs_hard: int = scheduler.max_num_running_reqs
         self._tokens_hard: int = scheduler.max_num_scheduled_tokens
         self._drafts_max: int = scheduler.num_spec_tokens
-        self._tokens_fixed = _needs_whole_budget(scheduler)
         aligned = scheduler.block_size if scheduler.need_mamba_block_aligned_split else 0
-        self._tokens_floor = max(STEP_TOKENS_MIN, 1 + self._drafts_max, aligned)
+        floor = max(STEP_TOKENS_MIN, 1 + self._drafts_max, aligned)
+        self._tokens_floor = self._tokens_hard if _needs_whole_budget(scheduler) else floor
         self._depth: int | None = self._drafts_max or None
+        self._movable = self._drafts_max > 0 and not scheduler.scheduler_config.async_scheduling
+        self._explorer = DepthExplorer(self._drafts_max)
+        self._next_depth = self._cut_depth = self._drafts_max
+        """Depth of the drafts the step now composed will make, and of those it verifies."""
         self._kv_tokens_max = _kv_tokens_max(scheduler)
         self._under_way: deque[_UnderWay] = deque(maxlen=STEPS_UNDER_WAY_MAX)
         self._prefilling: set[str] = set()
@@ -163,15 +176,11 @@ class LiveStep:
         scheduler, knobs = self._scheduler, self._shared.read_knobs()
         self._begin_ns = now_ns()
         running = len(scheduler.running)
-        seqs = self._seqs_hard if knobs.running_seqs_max is None else knobs.running_seqs_max
-        scheduler.max_num_running_reqs = max(1, running, min(seqs, self._seqs_hard))
-        tokens = self._tokens_hard if knobs.step_tokens_max is None else knobs.step_tokens_max
-        floor = max(self._tokens_floor, running * (1 + self._drafts_max))
-        if not self._tokens_fixed:
-            scheduler.max_num_scheduled_tokens = min(self._tokens_hard, max(tokens, floor))
-        if self._depth is not None:
-            depth = self._drafts_max if knobs.speculative_depth is None else knobs.speculative_depth
-            self._depth = max(0, min(depth, self._drafts_max))
+        floor = max(self._tokens_floor, running * (1 + self._cut_depth))
+        seqs, tokens = sizes_within(knobs, self._seqs_hard, self._tokens_hard, floor, running)
+        scheduler.max_num_running_reqs, scheduler.max_num_scheduled_tokens = seqs, tokens
+        if self._movable:
+            self._set_depth(knobs, running)
 
     @_guarded
     def after_schedule(self, output: Any) -> None:
@@ -190,22 +199,30 @@ class LiveStep:
                 len(scheduled) - prefill_seqs,
                 self._kv_tokens(),
                 preempted,
+                self._cut_depth,
+                output.scheduled_spec_decode_tokens,
             )
             self._under_way.append(step)
+        if self._movable:
+            output.num_spec_tokens_to_schedule = min(output.num_spec_tokens_to_schedule, self._next_depth)
         self._paused = not scheduled
         self._publish()
 
     @_guarded
     def after_update(self, output: Any, results: Any, ready_ns: int) -> None:
         """Record the step whose output came at ``ready_ns``."""
-        tokens = 0
+        tokens = accepted = 0
+        drafts = output.scheduled_spec_decode_tokens
         for per_client in results.values():
             for result in per_client.outputs:
-                tokens += len(result.new_token_ids)
+                new = len(result.new_token_ids)
+                tokens += new
                 self._finished += result.finish_reason is not None
+                if new > 1 and result.request_id in drafts:
+                    accepted += new - 1
         step = self._take(output)
         if step is not None:
-            self._record(step, ready_ns, tokens)
+            self._record(step, ready_ns, tokens, accepted)
         if not self._scheduler.get_num_unfinished_requests():
             self._paused = True
             self._publish()  # otherwise the next after_schedule does, within microseconds
@@ -223,10 +240,17 @@ class LiveStep:
     @_guarded
     def cut_drafts(self, drafts: Any) -> None:
         """Keep only as many draft tokens as the depth allows."""
-        if self._depth is not None and self._depth < self._drafts_max:
-            drafts.draft_token_ids = [ids[: self._depth] for ids in drafts.draft_token_ids]
+        if self._movable:
+            self._cut_depth = self._next_depth
+            if self._next_depth < self._drafts_max:
+                drafts.draft_token_ids = [ids[: self._next_depth] for ids in drafts.draft_token_ids]
 
     # --- bookkeeping --------------------------------------------------------------------------------------------------
+
+    def _set_depth(self, asked: Knobs, running: int) -> None:
+        """The depth asked for, and the one at which the next step's drafts are made."""
+        self._depth = depth_within(asked, self._drafts_max)
+        self._next_depth = self._explorer.choose(self._depth, self._shared.bounds, running)
 
     def _note_admissions(self, output: Any) -> None:
         requests = self._scheduler.requests
@@ -273,7 +297,7 @@ class LiveStep:
                 return step
         return None
 
-    def _record(self, step: _UnderWay, ready_ns: int, tokens: int) -> None:
+    def _record(self, step: _UnderWay, ready_ns: int, tokens: int, accepted: int) -> None:
         follows = step.contiguous or self._progress_ns > step.begin_ns
         start_ns = self._progress_ns if follows and self._progress_ns else step.begin_ns
         self._progress_ns = ready_ns
@@ -289,8 +313,13 @@ class LiveStep:
                 step.kv_tokens,
                 step.preempted,
                 tokens,
+                step.depth,
+                sum(map(len, step.drafts.values())),
+                accepted,
             )
         )
+        if self._movable and not step.prefill_tokens:
+            self._explorer.ran(step.depth, step.decode_seqs, tokens, (ready_ns - start_ns) / 1e6)
 
     def _kv_tokens(self) -> int:
         tokens: int = round(self._scheduler.get_kv_cache_usage() * self._kv_tokens_max)
@@ -324,6 +353,7 @@ class LiveStep:
                 scheduler.max_num_running_reqs,
                 scheduler.max_num_scheduled_tokens,
                 self._depth,
+                self._drafts_max if self._movable else 0,
                 self._finished,
                 self._aborted,
                 self._preemptions,
@@ -331,6 +361,7 @@ class LiveStep:
                 self._hit,
                 self._progress_ns,
                 self._work_since_ns,
+                self._tokens_floor,
             )
         )
 

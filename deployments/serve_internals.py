@@ -18,6 +18,7 @@ at once what moved. Facts used:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import ray
@@ -25,6 +26,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.serve._private.common import ReplicaID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NAMESPACE
+from ray.serve._private.logging_utils import get_serve_logs_dir
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.request_router.request_router import RequestRouter
 from ray.serve._private.router import CurrentLoopRouter
@@ -42,6 +44,7 @@ __all__ = [
     "pick_replica",
     "request_router",
     "serve_http_host",
+    "serve_logs_folder",
 ]
 
 
@@ -77,6 +80,13 @@ def find_controller_actor(app: str, deployment: str, actor_name: str) -> ActorHa
         except ValueError:
             continue
     return None
+
+
+def serve_logs_folder() -> str | None:
+    """Where the controller's ledger goes by default: beside Serve's own logs; ``None`` outside of a Ray session."""
+    if not ray.is_initialized():
+        return None
+    return str(Path(get_serve_logs_dir()) / "tidegate_ledger")
 
 
 def init_handle_same_loop(handle: DeploymentHandle[Any]) -> None:

@@ -16,176 +16,103 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
-from deployments.engine_arguments import engine_arg_names
+from deployments.key_file import KEYS_MAX
+from deployments.keys import KeyRecord
+from deployments.settings_engine import (
+    RESERVED_ENGINE_ARGS,
+    CpuSettings,
+    EmulatedSettings,
+    FaultSettings,
+    ModelSettings,
+    StepSettings,
+    Strict,
+    known_engine_args,
+)
 from deployments.settings_errors import SettingsError, key_paths, problems_of, shown, unknown_key
 from policies.config import (
     AdmissionConfig,
     AffinityConfig,
     BatchingConfig,
+    ClassesConfig,
     ControlConfig,
     FaultsConfig,
     ObjectivesConfig,
     PolicyConfig,
+    PricesConfig,
     RoutingConfig,
     ScalingConfig,
+    TasksConfig,
+    TenantConfig,
 )
+from policies.config_guard import GuardConfig, SpeculationConfig
+from policies.objectives import contradictions, for_model, objectives_for
+from policies.types import Priority
 
 __all__ = [
+    "AuthSettings",
     "CpuSettings",
     "EmulatedSettings",
     "FaultSettings",
     "GatewaySettings",
+    "LedgerSettings",
     "ModelSettings",
     "RecordingSettings",
     "Settings",
     "SettingsError",
+    "StepSettings",
+    "TracingSettings",
 ]
 
-RESERVED_ENGINE_ARGS = frozenset({"model", "served_model_name", "scheduler_cls", "hf_token"})
-"""vLLM arguments that Tidegate sets itself, or that must not be written into a file (``hf_token``)."""
+
+RELOADABLE = ("objectives", "classes")
+"""Sections that Serve's ``user_config`` may bring anew while the gateway runs."""
 
 
-class _Strict(BaseModel):
-    # Dataclasses named as field types take this configuration over as well.
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
-
-
-class CpuSettings(_Strict):
-    """How one engine uses the CPU. Only for ``device: cpu``."""
-
-    kv_cache_gib: int = Field(default=1, ge=1)
-    """Memory for KV blocks, in GiB."""
-    threads: int = Field(default=1, ge=1)
-    """OpenMP threads of one engine. Two replicas on two cores want 1."""
-
-
-class StepSettings(_Strict):
-    """Step law of the emulated engine: ``step_ms = a + b*running + c*kv_tokens/1000 + d*prefill_tokens``.
-
-    Defaults: real vLLM with SmolLM2-135M on one CPU core (31 ms at batch 1, 85 ms at 32, 1,400 prompt tokens in 2.6 s).
-    """
-
-    a_ms: float = Field(default=29.0, ge=0)
-    b_ms: float = Field(default=1.7, ge=0)
-    c_ms: float = Field(default=0.5, ge=0)
-    d_ms: float = Field(default=1.8, ge=0)
-    jitter_share: float = Field(default=0.0, ge=0, le=1)
-    """Each step's duration is drawn evenly from this share around the law, by the seeded generator."""
-
-
-class FaultSettings(_Strict):
-    """Scripted faults of the emulated engine. Each is off at its default; tests and drills turn them on."""
-
-    start_failures: int = Field(default=0, ge=0)
-    """The first so many starts fail."""
-    kind: Literal["none", "error", "cut", "bad_json", "silence", "freeze", "unavailable"] = "none"
-    """What happens to the requests that are hit: an error of the engine, a cut socket, a broken SSE event, silence and
-    then a close, an engine that makes no further token while health stays good, or 503 at once."""
-    after_tokens: int = Field(default=0, ge=0)
-    """Output tokens a hit request gets before the fault; 0 is before the first."""
-    share: float = Field(default=1.0, ge=0, le=1)
-    """Share of requests that are hit, drawn from the seeded generator."""
-    silence_s: float = Field(default=30.0, ge=0)
-    """Length of the silence before the close."""
-    marker: str | None = None
-    """Only prompts that contain this are hit."""
-    die_marker: str | None = None
-    """A prompt that contains this kills the engine process."""
-    signals: Literal["ok", "stop", "freeze", "nan"] = "ok"
-    """What the replica reports: the truth, nothing, the same sample for ever, or NaN."""
-    health: Literal["ok", "blocked", "failed"] = "ok"
-    """How health checks are answered: truly, never, or with 503."""
-    slow_factor: float = Field(default=1.0, gt=0, le=1_000)
-    """Steps take this many times as long: a replica that is ill but answers."""
-    ignore_aborts: bool = False
-    """The engine goes on working for clients that left."""
-    ignore_drain: bool = False
-    """Requests in flight never end by themselves while the replica drains."""
-
-
-class EmulatedSettings(_Strict):
-    """Scale and script of the emulated engine. Only for ``engine: emulated``."""
-
-    step: StepSettings = Field(default_factory=StepSettings)
-    kv_blocks: int = Field(default=512, ge=1)
-    block_tokens: int = Field(default=16, ge=1)
-    running_seqs_max: int = Field(default=16, ge=1)
-    step_tokens_max: int = Field(default=2_048, ge=16)
-    context_tokens_max: int = Field(default=2_048, ge=1)
-    start_ms: float = Field(default=0.0, ge=0)
-    """Time from process start to readiness."""
-    seed: int = Field(default=0, ge=0)
-    text: str = Field(default="lorem", min_length=1, max_length=10_000)
-    """Words the answers are made of."""
-    faults: FaultSettings = Field(default_factory=FaultSettings)
-
-
-class ModelSettings(_Strict):
-    """The model, the engine that runs it and the resources of one replica."""
-
-    name: str = Field(default="smollm2-135m-instruct", min_length=1, max_length=128)
-    """The name clients ask for."""
-    source: str = Field(default="smollm2-135m-instruct", min_length=1, max_length=4_096)
-    """A bundled model's name, a folder, or an id on the Hugging Face hub."""
-    engine: Literal["vllm", "emulated"] = "vllm"
-    device: Literal["cpu", "gpu"] = "cpu"
-    engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Passed to vLLM as they are; names are checked against the installed vLLM."""
-    cpu: CpuSettings = Field(default_factory=CpuSettings)
-    emulated: EmulatedSettings = Field(default_factory=EmulatedSettings)
-    num_cpus: float = Field(default=1.0, ge=0)
-    """CPU cores Ray sets aside for one replica."""
-    num_gpus: float = Field(default=0.0, ge=0)
-    """GPUs Ray sets aside for one replica; above 0 with ``device: gpu`` only."""
-    accelerator_type: str | None = None
-    """Ray's name of the GPU kind, such as ``H100``; any kind when absent."""
-    listen: Literal["loopback", "node"] = "loopback"
-    """Where a replica's own port listens: loopback serves gateways of its host, node those of the whole cluster."""
-    stuck_after_s: float = Field(default=30.0, gt=0)
-    """An engine that has work and finishes no step for this long is unhealthy."""
-    drain_s_max: float = Field(default=600.0, gt=0)
-    """A replica that leaves waits this long for its open streams."""
-    report_interval_ms: float = Field(default=1_000.0, ge=50)
-    context_tokens_max: int | None = Field(default=None, ge=1)
-    """Longest prompt plus output; ``None``: what the engine says."""
-
-    @field_validator("name")
-    @classmethod
-    def _printable(cls, value: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/+-]*", value):
-            raise ValueError("may hold letters, digits and . _ : / + - only")
-        return value
-
-
-class GatewaySettings(_Strict):
+class GatewaySettings(Strict):
     """The front door."""
 
     replicas: int = Field(default=1, ge=1, le=1_000)
     clients: Literal["loopback", "any"] = "loopback"
-    """Who is answered: clients on this host, or any. There are no API keys yet: with ``any`` keep the port private."""
+    """Who is answered: clients on this host, or any. ``any`` needs API keys (``auth``)."""
     body_bytes_max: int = Field(default=8_000_000, ge=1)
     """A larger request body is refused with 413 before it is parsed."""
     connect_timeout_ms: float = Field(default=2_000.0, gt=0)
     first_byte_timeout_ms: float = Field(default=600_000.0, gt=0)
+    """Longest time from a dispatch to its first byte."""
     idle_timeout_ms: float = Field(default=600_000.0, gt=0)
-    """Longest silence inside a response."""
+    """Longest silence of a replica inside a response."""
+    total_timeout_ms: float = Field(default=3_600_000.0, gt=0)
+    """Longest time from arrival to the end of a response."""
+    client_idle_timeout_ms: float = Field(default=60_000.0, gt=0)
+    """A client that takes nothing for this long while bytes wait for it is given up."""
+    body_timeout_ms: float = Field(default=60_000.0, gt=0)
+    """A request whose body is not complete after this long is refused with 408."""
     report_interval_ms: float = Field(default=1_000.0, ge=50)
     seed: int = Field(default=0, ge=0)
     """Seed of the router's tie-breaks."""
+    cache_salt_file: str | None = Field(default=None, min_length=1, max_length=4_096)
+    """Absolute path on each host. Its first line is the secret that keeps tenants' caches apart; else one is made."""
+
+    @field_validator("cache_salt_file")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        return _absolute_path(value)
 
 
-class RecordingSettings(_Strict):
+class RecordingSettings(Strict):
     """What gateways and the controller write down for ``replay``: sizes, times, hashes and reports, never text."""
 
     folder: str | None = Field(default=None, min_length=1, max_length=4_096)
@@ -198,25 +125,109 @@ class RecordingSettings(_Strict):
     @field_validator("folder")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
-        if value is not None and (not value.startswith("/") or "\0" in value):
-            raise ValueError("must be an absolute path: processes of Ray have working folders of their own")
+        return _absolute_path(value)
+
+
+class LedgerSettings(RecordingSettings):
+    """The controller's decisions and what became of them, as JSON lines on disk; ``explain --ledger`` reads them."""
+
+    enabled: bool = True
+    folder: str | None = Field(default=None, min_length=1, max_length=4_096)
+    """Absolute path on the controller's host; ``None``: the folder ``tidegate_ledger`` beside Serve's own logs."""
+    file_bytes_max: int = Field(default=16_000_000, ge=10_000)
+    """A file is closed at this size and the next one begun."""
+    files_max: int = Field(default=8, ge=2, le=10_000)
+    """Files kept; the oldest goes."""
+
+
+def _absolute_path(value: str | None) -> str | None:
+    if value is not None and (not value.startswith("/") or "\0" in value):
+        raise ValueError("must be an absolute path: processes of Ray have working folders of their own")
+    return value
+
+
+class AuthSettings(Strict):
+    """API keys. Needed for every request unless the section is the word ``none``."""
+
+    keys_file: str | None = Field(default=None, min_length=1, max_length=4_096)
+    """Absolute path on each host of a file that ``keys create`` writes; followed while the gateway runs."""
+    keys: list[KeyRecord] = Field(default_factory=list, max_length=KEYS_MAX)
+    """Keys that change with the configuration only: what ``keys create --no-file`` prints, without the key itself."""
+    _none: bool = PrivateAttr(default=False)
+
+    @property
+    def required(self) -> bool:
+        """A request needs a key."""
+        return not self._none
+
+    @field_validator("keys_file")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        return _absolute_path(value)
+
+    @field_validator("keys")
+    @classmethod
+    def _distinct(cls, value: list[KeyRecord]) -> list[KeyRecord]:
+        if len({record.id for record in value}) < len(value):
+            raise ValueError("have an id twice")
+        return value
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _none_or_keys(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if value == "none":
+            off = cls.model_construct()
+            off._none = True  # noqa: SLF001 (its own class)
+            return cast(Self, off)
+        if not isinstance(value, dict | cls):
+            raise ValueError("be the word none, or a section with keys_file or keys")
+        return handler(value)
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, handler: SerializerFunctionWrapHandler) -> Any:
+        return "none" if self._none else handler(self)
+
+
+class TracingSettings(Strict):
+    """Traces of requests, sent to an OpenTelemetry collector."""
+
+    otlp_endpoint: str | None = Field(default=None, max_length=2_048)
+    """Base URL of a collector that takes OTLP over HTTP, such as ``http://127.0.0.1:4318``; off when absent."""
+    sample_share: float = Field(default=0.01, ge=0, le=1)
+    """Share traced of requests that bring no ``traceparent``; one that comes with a request decides for it."""
+    service_name: str = Field(default="tidegate", min_length=1, max_length=128)
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _url(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", value):
+            raise ValueError("must be a URL such as http://127.0.0.1:4318, without user, query or fragment")
         return value
 
 
-class Settings(_Strict):
+class Settings(Strict):
     """The whole application. Sections are those of serve_config.yaml's ``args``."""
 
     model: ModelSettings = Field(default_factory=ModelSettings)
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
+    auth: AuthSettings = Field(default_factory=AuthSettings)
     objectives: ObjectivesConfig = Field(default_factory=ObjectivesConfig)
     admission: AdmissionConfig = Field(default_factory=AdmissionConfig)
+    classes: ClassesConfig = Field(default_factory=ClassesConfig)
+    tenants: dict[str, TenantConfig] = Field(default_factory=dict)
+    prices: PricesConfig = Field(default_factory=PricesConfig)
+    tasks: TasksConfig = Field(default_factory=TasksConfig)
     faults: FaultsConfig = Field(default_factory=FaultsConfig)
     routing: RoutingConfig = Field(default_factory=RoutingConfig)
     batching: BatchingConfig = Field(default_factory=BatchingConfig)
     affinity: AffinityConfig = Field(default_factory=AffinityConfig)
     scaling: ScalingConfig = Field(default_factory=ScalingConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
+    ledger: LedgerSettings = Field(default_factory=LedgerSettings)
     recording: RecordingSettings = Field(default_factory=RecordingSettings)
+    tracing: TracingSettings = Field(default_factory=TracingSettings)
 
     @classmethod
     def load(cls, args: Mapping[str, Any] | None, elsewhere: Iterable[str] = ()) -> Self:
@@ -245,17 +256,53 @@ class Settings(_Strict):
         return self.model_dump(mode="json")
 
     def policy_config(self) -> PolicyConfig:
-        """Return what ``build_policies`` needs."""
-        return PolicyConfig(
+        """Return what ``build_policies`` needs; objectives are those of the model that is served."""
+        config = PolicyConfig(
             objectives=self.objectives,
             admission=self.admission,
+            classes=self.classes,
+            tenants=self.tenants,
+            prices=self.prices,
+            tasks=self.tasks,
+            gateways=self.gateway.replicas,
             faults=self.faults,
             routing=self.routing,
             batching=self.batching,
             affinity=self.affinity,
             scaling=self.scaling,
             control=self.control,
+            speculation=self.speculation,
+            guard=self.guard,
         )
+        return for_model(config, self.model.name)
+
+    def with_objectives(self, user_config: Mapping[str, Any] | None) -> Self:
+        """Return these settings with the sections ``objectives`` and ``classes`` of Serve's ``user_config``.
+
+        What ``user_config`` leaves out stays as these settings have it; ``null`` takes an optional one away.
+
+        Raises:
+            SettingsError: it holds anything else, a value out of range, or promises that contradict each other.
+        """
+        given = {} if user_config is None else user_config
+        if not isinstance(given, Mapping):
+            raise SettingsError([f"user_config: {shown(given)}: must be a section with objectives, classes or both"])
+        wrong = sorted(str(key) for key in given if key not in RELOADABLE)
+        if wrong:
+            names = " and ".join(RELOADABLE)
+            raise SettingsError(
+                [f"user_config.{key}: only {names} can change while it runs; put the rest into args" for key in wrong]
+            )
+        return self.load(_merged(self.to_args(), given))
+
+
+def _merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``given`` laid over it, sections key by key."""
+    merged = dict(base)
+    for key, value in given.items():
+        held = base.get(key)
+        merged[key] = _merged(held, value) if isinstance(held, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def _switched_off(settings: Settings) -> list[str]:
@@ -276,9 +323,24 @@ def _switched_off(settings: Settings) -> list[str]:
             "affinity.enabled is false",
         ),
         (
+            not settings.speculation.enabled and settings.speculation != SpeculationConfig(enabled=False),
+            "speculation",
+            "speculation.enabled is false",
+        ),
+        (
+            not settings.ledger.enabled and settings.ledger != LedgerSettings(enabled=False),
+            "ledger",
+            "ledger.enabled is false",
+        ),
+        (
             settings.recording.folder is None and settings.recording != RecordingSettings(),
             "recording",
             "recording.folder is not set",
+        ),
+        (
+            settings.tracing.otlp_endpoint is None and settings.tracing != TracingSettings(),
+            "tracing",
+            "tracing.otlp_endpoint is not set",
         ),
     ]
     return [f"{path}: has no effect because {why}; remove it or change that" for wrong, path, why in checks if wrong]
@@ -295,12 +357,44 @@ def _contradictions(settings: Settings) -> list[str]:
         )
     if model.device == "cpu" and model.accelerator_type is not None:
         found.append(f"model.accelerator_type: {model.accelerator_type!r}: only with model.device 'gpu'")
+    if settings.gateway.clients == "any" and not settings.auth.required:
+        found.append("gateway.clients: 'any': needs API keys; remove auth: none, or set gateway.clients to loopback")
+    free = settings.prices == PricesConfig(replica_usd_per_hour=settings.prices.replica_usd_per_hour)
+    found += _broken_promises(settings)
+    for name, tenant in settings.tenants.items():
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+            found.append(f"tenants: {name[:70]!r}: must be 1 to 64 letters, digits, . _ or -")
+        if tenant.budget_usd_max is not None and free:
+            found.append(f"tenants.{name}.budget_usd_max: has no effect because all prices are 0; set prices")
+    return found
+
+
+def _broken_promises(settings: Settings) -> list[str]:
+    """Objectives that nobody could keep, or that are for nobody."""
+    model, gateway, config = settings.model.name, settings.gateway, settings.policy_config()
+    found = [
+        f"objectives.models.{name}: has no effect because this application serves {model!r}; remove or rename it"
+        for name in settings.objectives.models
+        if name != model
+    ]
+    found += contradictions(config, model)
+    for priority in Priority:
+        objectives = objectives_for(config, model, priority)
+        limits = (
+            ("ttft_ms", objectives.ttft_ms, "first_byte_timeout_ms", gateway.first_byte_timeout_ms),
+            ("e2e_ms", objectives.e2e_ms, "total_timeout_ms", gateway.total_timeout_ms),
+        )
+        found += [
+            f"classes.{priority}.{name}: {value:g}: is above gateway.{limit_name} ({limit:g}), which ends them first"
+            for name, value, limit_name, limit in limits
+            if value is not None and value > limit
+        ]
     return found
 
 
 def _engine_args(model: ModelSettings) -> list[str]:
     """Unknown or reserved names under ``model.engine_args``."""
-    known, found = engine_arg_names(), []
+    known, found = known_engine_args(), []
     for name in model.engine_args:
         path = f"model.engine_args.{name}"
         if name in RESERVED_ENGINE_ARGS:
@@ -311,7 +405,7 @@ def _engine_args(model: ModelSettings) -> list[str]:
 
 
 def _engine_arg_paths() -> set[str]:
-    return {f"model.engine_args.{name}" for name in (engine_arg_names() or frozenset()) - RESERVED_ENGINE_ARGS}
+    return {f"model.engine_args.{name}" for name in known_engine_args() or ()}
 
 
 # --- the process environment ------------------------------------------------------------------------------------------
@@ -327,6 +421,11 @@ def cache_dir() -> Path:
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "tidegate"
+
+
+def api_key() -> str | None:
+    """Return the API key that commands ask a gateway with: ``TIDEGATE_API_KEY``."""
+    return os.environ.get("TIDEGATE_API_KEY", "").strip() or None
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:

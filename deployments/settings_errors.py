@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from policies.config import ConfigError
+from deployments.keys import hide_keys
+from policies.config_base import ConfigError
 
 UNITS = {
     "_ms": "in milliseconds",
@@ -86,7 +87,7 @@ def _fields(model: Any) -> Iterator[tuple[str, Any]]:
 
 def unknown_key(path: str, value: object, *valid: Iterable[str]) -> str:
     """Return the line for a key at ``path`` that is in none of ``valid`` (sets of dotted paths, likeliest first)."""
-    return f"{path}: {shown(value)}: unknown key; {nearest(path, *valid)}"
+    return f"{path}: {_shown_at(path, value)}: unknown key; {nearest(path, *valid)}"
 
 
 def nearest(path: str, *valid: Iterable[str]) -> str:
@@ -116,8 +117,14 @@ def shown(value: object) -> str:
         return "{...}" if value else "{}"
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    text = repr(value)
+    text = hide_keys(repr(value))
     return text if len(text) <= VALUE_CHARS_MAX else text[: VALUE_CHARS_MAX - 3] + "..."
+
+
+def _shown_at(path: str, value: object) -> str:
+    """Like :func:`shown`; below ``auth`` a text may be half a key, so none is shown there."""
+    below = path.startswith("auth.") or ".auth." in path
+    return "(not shown)" if below and not isinstance(value, bool | int | float | None) else shown(value)
 
 
 def unit_of(key: str) -> str:
@@ -144,11 +151,13 @@ def _line(item: Any, valid: set[str], others: set[str]) -> str:
         told = str(cause).removeprefix(f"{cause.field}: ")
         shortened = re.sub(r", is [^,]*$", "", told)
         return (
-            f"{path}.{cause.field}: {told}" if given is None else f"{path}.{cause.field}: {shown(given)}: {shortened}"
+            f"{path}.{cause.field}: {told}"
+            if given is None
+            else f"{path}.{cause.field}: {_shown_at(path, given)}: {shortened}"
         )
     if kind == "missing":
         return f"{path}: is missing"
-    return f"{path}: {shown(value)}: {_why(path, item)}"
+    return f"{path}: {_shown_at(path, value)}: {_why(path, item)}"
 
 
 def _why(path: str, item: Any) -> str:

@@ -58,6 +58,9 @@ class Series(Collector):
         self._seen: dict[str, set[str]] = {label: set() for label in metric.labels}
         self._numbers: dict[tuple[str, ...], float] = {}
         self._buckets: dict[tuple[str, ...], _Buckets] = {}
+        self._known: dict[tuple[tuple[str, str], ...], tuple[str, ...]] = {}
+        """Label sets in use, as they are given by name: what was checked once is not checked again."""
+        self._kind, self._series_max = metric.kind, metric.series_max
         self._fold = _fold(metric) if metric.kind is Kind.HISTOGRAM else ()
         if metric.kind is Kind.COUNTER and not metric.labels:
             self._numbers[()] = 0.0
@@ -98,6 +101,7 @@ class Series(Collector):
         self._numbers = {v: n for v, n in self._numbers.items() if v[at] != value}
         self._buckets = {v: b for v, b in self._buckets.items() if v[at] != value}
         self._seen[label].discard(value)
+        self._known.clear()
 
     def values_of(self, label: str) -> frozenset[str]:
         """Values of ``label`` that have been used and not removed."""
@@ -131,7 +135,7 @@ class Series(Collector):
         return family
 
     def _need(self, kind: Kind) -> None:
-        if self.metric.kind is not kind:
+        if self._kind is not kind:
             raise TelemetryError(f"{self.metric.name} is a {self.metric.kind}, not a {kind}")
 
     def _histogram(self, labels: dict[str, str]) -> _Buckets:
@@ -142,12 +146,21 @@ class Series(Collector):
         return series
 
     def _values(self, labels: dict[str, str]) -> tuple[str, ...]:
+        given = tuple(labels.items())
+        values = self._known.get(given)
+        if values is None:
+            values = self._checked(labels)
+            if OTHER not in values:  # room may come for what is counted there
+                self._known[given] = values
+        return values
+
+    def _checked(self, labels: dict[str, str]) -> tuple[str, ...]:
         if labels.keys() != self._label_set:
             wanted = ", ".join(self.metric.labels) or "none"
             raise TelemetryError(f"{self.metric.name} takes the labels {wanted}; got {', '.join(labels) or 'none'}")
         values = tuple([self._bounded(name, labels[name]) for name in self.metric.labels])
         known = self._buckets if self._fold else self._numbers
-        if len(known) >= self.metric.series_max and values not in known:
+        if len(known) >= self._series_max and values not in known:
             return (OTHER,) * len(values)
         return values
 

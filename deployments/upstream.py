@@ -166,6 +166,7 @@ class Connection(asyncio.Protocol):
         if exc is None and self._head_done and not self._complete and not self._has_length():
             self._complete = True
         self._fail(UpstreamFailure.RESET)
+        self._parser = None  # they refer to each other, and would stay until a full collection
 
     def _has_length(self) -> bool:
         return any(name in {b"content-length", b"transfer-encoding"} for name, _ in self.headers)

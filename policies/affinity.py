@@ -14,6 +14,11 @@ One adjustment moves by at most ``step``, needs ``query_tokens_min`` looked-up t
 usual prompts since the last one (what is looked up in a tick are not the prompts dispatched in it, so that a few say
 nothing), and keeps the strength in ``strength_min..1``. Where little was predicted there is nothing to compare and the
 strength stays.
+
+:class:`LoadBoundLoop` sets how far above the mean a replica's load may be before all others come first. Affinity that
+saves work may still pile it on one replica; the strength is deserved then, the pile is not. While one replica queues
+and others idle the bound falls by a tenth each :data:`BOUND_TICKS` ticks, not below :data:`BOUND_MIN`; after
+:data:`BOUND_QUIET_TICKS` without that it returns step by step to what is configured.
 """
 
 from __future__ import annotations
@@ -35,6 +40,18 @@ REQUESTS_MIN = 64
 
 PREDICTED_SHARE_MIN = 0.05
 """Below this share of predicted hits there is nothing to compare."""
+
+BOUND_MIN = 1.1
+"""Least bound, as a multiple of the mean load: below that prefixes move for nothing but noise."""
+
+BOUND_FACTOR = 0.9
+"""One step down; a step up is half of that way."""
+
+BOUND_TICKS = 5
+"""Ticks between two steps: a queue needs some seconds to go where the new bound sends it."""
+
+BOUND_QUIET_TICKS = 300
+"""Ticks without a hot spot before the bound rises again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +123,47 @@ class AffinityLoop:
     def _goal(self, realised: float, predicted: float, hot_spot: bool) -> tuple[float, Reason]:
         seen = f"{realised:.0%} of prompt tokens were cached, {predicted:.0%} were predicted"
         trust = realised / predicted if predicted else 0.0
-        if hot_spot and trust < TRUST_HIGH:
-            return 0.0, Reason("HotSpot", f"one replica queues while others idle: less affinity ({seen})")
         if predicted < PREDICTED_SHARE_MIN:
             return self.strength, Reason("NothingPredicted", f"no cache hits to compare: strength stays ({seen})")
+        if hot_spot and trust < TRUST_HIGH:
+            return 0.0, Reason("HotSpot", f"one replica queues while others idle: less affinity ({seen})")
         if trust < TRUST_LOW:
             return min(trust, self.strength), Reason("CacheCold", f"{seen}: caches hold less than believed")
         if trust >= TRUST_HIGH:
             return 1.0, Reason("PredictionsTrue", f"{seen}: full affinity is deserved")
         return self.strength, Reason("TrustUnclear", f"{seen}: neither clearly true nor wrong, strength stays")
+
+
+class LoadBoundLoop:
+    """The bound, tick by tick."""
+
+    def __init__(self, bound: float) -> None:
+        self._configured = bound
+        self.bound = bound
+        self._rest = 0
+        self._quiet = 0
+
+    def reconfigure(self, bound: float) -> None:
+        """Return to another bound from now on."""
+        if self.bound == self._configured:
+            self.bound = bound
+        self._configured = bound
+
+    def step(self, hot_spot: bool) -> AffinityMove:
+        """Move by one step where it is time to, else stay."""
+        self._rest = max(0, self._rest - 1)
+        self._quiet = 0 if hot_spot else self._quiet + 1
+        before = self.bound
+        if self._rest:
+            return AffinityMove(before, before, Reason("Settling", "waits for the effect of the last change"))
+        lowest = min(BOUND_MIN, self._configured)
+        if hot_spot and before > lowest:
+            self.bound, self._rest = round(max(lowest, before * BOUND_FACTOR), 3), BOUND_TICKS
+            text = f"one replica queues while others idle: none above {self.bound:g} times the mean load"
+            return AffinityMove(before, self.bound, Reason("HotSpot", text), {"hot_spot": 1})
+        if self._quiet >= BOUND_QUIET_TICKS and before < self._configured:
+            raised = before * (2 - BOUND_FACTOR)
+            self.bound, self._rest = round(min(self._configured, raised), 3), BOUND_TICKS
+            text = f"no hot spot for {self._quiet} ticks: the bound returns to {self._configured:g}"
+            return AffinityMove(before, self.bound, Reason("Quiet", text), {"hot_spot": 0})
+        return AffinityMove(before, before, Reason("Steady", "no reason to move the bound"))

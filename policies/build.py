@@ -8,25 +8,31 @@ What this must not do: decide anything, or read configuration from anywhere but 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
-from policies.admission.limits import Admission
-from policies.config import PolicyConfig
+from policies.admission.gate import AdmissionGate, Pumped
+from policies.config import ClassesConfig, ObjectivesConfig, PolicyConfig
+from policies.control.levers import LeverLoop
 from policies.control.loop import ControlState
 from policies.control.scaler import Scaler
-from policies.faults import RetryBudget
+from policies.faults import Quarantine, ReplicaHealth, RetryBudget, with_probe
 from policies.flow import FlowContext
 from policies.plan_follower import PlanFollower
+from policies.routing.capacity import FleetCapacity
+from policies.routing.explore import Explorer
 from policies.routing.fleet import Fleet, Removed
 from policies.routing.load import LoadBook
 from policies.routing.prefix_index import PrefixIndex
 from policies.routing.router import Router
 from policies.routing.strategy import RoutingStrategy
+from policies.steering import AdmissionKnobs
+from policies.tasks import TaskBook
 from policies.types import ReplicaId, Request, RouteChoice
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Policies:
     """Everything one gateway decides with."""
 
@@ -36,22 +42,61 @@ class Policies:
     router: RoutingStrategy
     index: PrefixIndex
     plan_follower: PlanFollower
+    explorer: Explorer
+    capacity: FleetCapacity
+
+    def reconfigure(self, objectives: ObjectivesConfig, classes: ClassesConfig) -> None:
+        """Steer by these objectives from now on; nothing that was learned or counted is lost."""
+        self.config = self.flow_context.config = config = replace(self.config, objectives=objectives, classes=classes)
+        self.flow_context.admission.reconfigure(config)
+        self.capacity.reconfigure(objectives)
+        self.explorer.reconfigure(objectives)
+        if isinstance(self.router, Router):
+            self.router.reconfigure(objectives)
 
     def update_members(self, members: Mapping[ReplicaId, Mapping[str, object] | None], now_ns: int) -> Removed:
         """Take Serve's members with their last routing statistics; all traces of those that left go with them."""
         removed = self.fleet.update(members, now_ns)
+        self.flow_context.health.update(members.keys(), now_ns, self.fleet.learned_step_model)
         for replica_id in removed:
             self.flow_context.book.forget(replica_id)
             self.router.forget(replica_id)
         return removed
 
     def choose(self, request: Request, exclude: Collection[ReplicaId], now_ns: int) -> RouteChoice:
-        """Rank the fleet for ``request`` without ``exclude``, trusting prefix hits as the plan in force says."""
+        """Rank the fleet for ``request`` without ``exclude``, trusting prefix hits as the plan in force says.
+
+        A replica on probation that is due for a request, or one that looked slow and was long idle, comes first, unless
+        the request has failed somewhere already.
+        """
+        self._leave_alone(now_ns)
+        choice = self._rank(request, exclude, now_ns)
+        probe = (
+            None if exclude else self.flow_context.health.probe_due(now_ns, partial(self.fleet.takes, now_ns=now_ns))
+        )
+        if probe is not None:
+            return with_probe(choice, probe)
+        if exclude or not isinstance(self.router, Router):
+            return choice
+        return self.explorer.with_trial(choice, request, self.fleet.board(now_ns), now_ns)
+
+    def _rank(self, request: Request, exclude: Collection[ReplicaId], now_ns: int) -> RouteChoice:
         plan = self.plan_follower.current(now_ns)
         strength = plan.affinity_strength if plan is not None else None
         if isinstance(self.router, Router):
+            self.router.load_bound = plan.load_bound if plan is not None else None
             return self.router.choose_among(request, self.fleet, exclude, strength, now_ns)
         return self.router.choose(request, self.fleet.views(now_ns, exclude), strength, now_ns)
+
+    def pump(self, now_ns: int) -> Pumped:
+        """Who of those that wait in the gateway's queue goes on, and who waited too long."""
+        self._leave_alone(now_ns)
+        return self.flow_context.admission.pump(now_ns)
+
+    def _leave_alone(self, now_ns: int) -> None:
+        """Tell the fleet whom not to ask."""
+        health = self.flow_context.health
+        self.fleet.block(health.blocked(now_ns), now_ns, health.reason)
 
 
 def build_policies(
@@ -67,16 +112,45 @@ def build_policies(
     index = PrefixIndex(config.routing.index_blocks_max)
     rng = random.Random(seed)
     router = make_router(config, index, rng) if make_router else Router(config.routing, index, rng, config.objectives)
+    fleet = Fleet(config.routing, book)
+    chance = random.Random(rng.getrandbits(64))
+    follower = PlanFollower()
+    capacity = FleetCapacity(fleet, config.objectives)
+    context = FlowContext(
+        admission=AdmissionGate(config, capacity, chance, partial(_admission_knobs, follower)),
+        health=ReplicaHealth(config.faults, chance),
+        quarantine=Quarantine(config.faults),
+        tasks=TaskBook(config.tasks, config.gateways),
+        budget=RetryBudget(config.faults, config.gateways),
+        book=book,
+        router=router,
+        config=config,
+        rng=chance,
+    )
     return Policies(
         config=config,
-        flow_context=FlowContext(Admission(config.admission), RetryBudget(config.faults), book, router, config),
-        fleet=Fleet(config.routing, book),
+        flow_context=context,
+        fleet=fleet,
         router=router,
         index=index,
-        plan_follower=PlanFollower(),
+        plan_follower=follower,
+        explorer=Explorer(config.objectives),
+        capacity=capacity,
     )
 
 
-def build_control(config: PolicyConfig, scaler: Scaler, epoch: str) -> ControlState:
-    """What one life of the controller remembers; ``epoch`` must never have been used by another life."""
-    return ControlState(config, scaler, epoch)
+def _admission_knobs(follower: PlanFollower, now_ns: int) -> AdmissionKnobs:
+    """What the plan in force says of admission; nothing where there is none."""
+    plan = follower.current(now_ns)
+    return plan.admission if plan is not None else _NO_KNOBS
+
+
+_NO_KNOBS = AdmissionKnobs()
+
+
+def build_control(config: PolicyConfig, scaler: Scaler, epoch: str, levers: Sequence[LeverLoop] = ()) -> ControlState:
+    """What one life of the controller remembers; ``epoch`` must never have been used by another life.
+
+    ``levers`` are asked after the usual ones (see :class:`~policies.control.loop.ControlState`).
+    """
+    return ControlState(config, scaler, epoch, levers)

@@ -31,6 +31,16 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Granted:
+    """Answer to :class:`Enqueue`: the request's turn has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """Answer to :class:`Enqueue`: served from now on, the request would miss what it is due."""
+
+
+@dataclass(frozen=True, slots=True)
 class Routed:
     """Answer to :class:`Route`. An empty choice means no replica may take the request now."""
 
@@ -42,6 +52,8 @@ class RefusalKind(StrEnum):
 
     CONNECT = "connect"
     DRAINING = "draining"
+    UNAVAILABLE = "unavailable"
+    """Its server answered 503 at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +61,13 @@ class ReplicaRefused:
     """The replica did not take the request: nothing was started, so it is safe to send it elsewhere."""
 
     kind: RefusalKind
+    hedge: bool = False
+    """It was the second of two attempts that run side by side; the first goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseStarted:
-    """The replica's status line and headers are here."""
+    """The replica's status line and headers are here; or once more, the status of the error its stream begins with."""
 
     status: int
 
@@ -78,6 +92,10 @@ class UpstreamFailure(StrEnum):
     RESET = "reset"
     TIMEOUT = "timeout"
     PROTOCOL = "protocol"
+    ENGINE = "engine"
+    """The engine reported an error inside its stream."""
+    LOST = "lost"
+    """The replica is known to be stuck or gone; the connection says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +103,30 @@ class UpstreamFailed:
     """The connection to the replica broke after the request was sent."""
 
     kind: UpstreamFailure
+    resumable: bool = False
+    """What was sent to the client so far can be continued exactly by another replica."""
+    hedge: bool = False
+    """It was the second of two attempts that run side by side; the first goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class HedgeDue:
+    """The time of :class:`ArmHedge` is over and there is no first byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class HedgeWon:
+    """The second of two attempts gave the first byte: the first one is aborted, and the second is the request's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
     """The client closed its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeUp:
+    """The request took longer than any request may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +136,8 @@ class WaitedOut:
 
 Event: TypeAlias = (
     Arrived
+    | Granted
+    | Expired
     | Routed
     | ReplicaRefused
     | ResponseStarted
@@ -106,7 +145,10 @@ Event: TypeAlias = (
     | ResponseEnded
     | UpstreamFailed
     | ClientGone
+    | TimeUp
     | WaitedOut
+    | HedgeDue
+    | HedgeWon
 )
 
 
@@ -114,10 +156,16 @@ Event: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
+class Enqueue:
+    """The request waits in the gateway's queue; answer with :class:`Granted` or :class:`Expired` when a pump says."""
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
-    """Ask the router for a choice without ``exclude``; answer with :class:`Routed`."""
+    """Ask the router for a choice without ``exclude``, after a pause; answer with :class:`Routed`."""
 
     exclude: frozenset[ReplicaId] = frozenset()
+    pause_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +181,17 @@ class Dispatch:
     """Send the request to ``replica_id``. Load is already counted."""
 
     replica_id: ReplicaId
+    resume: bool = False
+    """Not the request itself but the continuation of what was sent to the client so far."""
+    hedge: bool = False
+    """Beside the attempt that runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArmHedge:
+    """Report :class:`HedgeDue` when there is no first byte ``ms`` after the :class:`Dispatch` that follows."""
+
+    ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +215,8 @@ class SendError:
     code: str
     message: str
     retry_after_s: float | None = None
+    should_retry: bool | None = None
+    """Said to clients' libraries in ``x-should-retry`` where it is not ``None``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,4 +253,15 @@ class Finish:
     reason: Reason
 
 
-Effect: TypeAlias = Route | WaitForReplica | Dispatch | Relay | SendError | SendStreamError | AbortUpstream | Finish
+Effect: TypeAlias = (
+    Enqueue
+    | Route
+    | WaitForReplica
+    | ArmHedge
+    | Dispatch
+    | Relay
+    | SendError
+    | SendStreamError
+    | AbortUpstream
+    | Finish
+)

@@ -12,38 +12,42 @@ What this must not do: compare clocks of two processes, or decide what the local
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
-from policies.types import Plan
+from policies.steering import Override
+from policies.types import Plan, Sampled
 
 
 class PlanFollower:
     """Holds at most one plan."""
 
     def __init__(self) -> None:
-        self._last: Plan | None = None
-        self._received_ns = 0
-        self._young_until_ns = 0
-        """Up to then the last plan is surely in force; beyond, its age decides."""
+        self._last: Sampled[Plan] | None = None
 
     def receive(self, plan: Plan, now_ns: int) -> bool:
         """Take a plan from the controller; ``True`` when it is now the one in force."""
-        last = self._last
-        if last is not None and plan.epoch == last.epoch and plan.seq <= last.seq:
+        if self._last is not None and plan.epoch == self._last.value.epoch and plan.seq <= self._last.value.seq:
             return False
-        self._last, self._received_ns = plan, now_ns
-        self._young_until_ns = now_ns + int(plan.ttl_ms * 1e6) if plan.ttl_ms < math.inf else now_ns
+        self._last = Sampled(plan, now_ns)
         return True
 
     def current(self, now_ns: int) -> Plan | None:
         """The plan to act on; ``None`` before the first and once the last is older than its ``ttl_ms``."""
-        last = self._last
-        if last is None:
+        if self._last is None or self._last.age_ms(now_ns) > self._last.value.ttl_ms:
             return None
-        if now_ns > self._young_until_ns and (now_ns - self._received_ns) / 1e6 > last.ttl_ms:
-            return None
-        return last
+        return self._last.value
+
+    def overrides(self, now_ns: int) -> tuple[Override, ...]:
+        """What people set by hand, with the time that is left of it, however old the plan that said so.
+
+        A new life of the controller learns it from here.
+        """
+        if self._last is None:
+            return ()
+        age_ms = self._last.age_ms(now_ns)
+        left = [replace(o, remaining_ms=o.remaining_ms - age_ms) for o in self._last.value.overrides]
+        return tuple(o for o in left if o.remaining_ms > 0)
 
     def age_ms(self, now_ns: int) -> float | None:
         """Age in ms of the last plan received, in force or not; ``None`` before the first."""
-        return None if self._last is None else (now_ns - self._received_ns) / 1e6
+        return None if self._last is None else self._last.age_ms(now_ns)

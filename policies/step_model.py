@@ -14,15 +14,20 @@ tokens computed in it. :class:`StepModel` fits the four coefficients by recursiv
 * Huber weights: a relative residual above the limit pulls with the force of the limit. The limit follows the smoothed
   error, so one page fault moves nothing, while a lasting change of speed is followed.
 
+A lasting change of speed (``policies/drift.py``) is another engine: all coefficients are scaled by the change, so that
+what is not seen at present (prompts, while only decoding goes on) changes too, and learned anew from there as from a
+prior. :attr:`StepCoefficients.drifts` counts it.
+
 It must not decide anything, and it must not trust a clock: durations come from the engine that measured them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from policies.drift import Change, DriftDetector
 from policies.types import StepCoefficients
 
 FORGETTING = 0.995
@@ -69,6 +74,16 @@ _Matrix: TypeAlias = list[list[float]]
 def predict_step_ms(c: StepCoefficients, running: float, kv_tokens: float, prefill_tokens: float) -> float:
     """Duration in ms of one engine step; inputs are counts, not checked."""
     return c.a_ms + c.b_ms * running + c.c_ms * kv_tokens / 1000 + c.d_ms * prefill_tokens
+
+
+def mean_coefficients(models: Sequence[StepCoefficients]) -> StepCoefficients | None:
+    """The law of like engines: the mean of each coefficient, with the samples of the one that knows least."""
+    if not models:
+        return None
+    n = len(models)
+    terms = zip(*((m.a_ms, m.b_ms, m.c_ms, m.d_ms) for m in models), strict=True)
+    a, b, c, d = (math.fsum(term) / n for term in terms)
+    return StepCoefficients(a, b, c, d, min(m.samples for m in models))
 
 
 def prefill_ms(c: StepCoefficients, tokens: float, chunk_tokens: float, running: float, kv_tokens: float) -> float:
@@ -118,6 +133,29 @@ def largest(low: int, high: int, ok: Callable[[int], bool], guess: float) -> int
     return low
 
 
+def largest_batch(
+    c: StepCoefficients, kv_per_seq: float, kv_tokens: float, running_seqs_max: int, itl_ms: float
+) -> int:
+    """Most sequences of ``kv_per_seq`` tokens that decode in steps of at most ``itl_ms`` and fit into ``kv_tokens``.
+
+    At least 1: a batch of one is assumed possible even where it misses the objective.
+    """
+
+    def fits(batch: int) -> bool:
+        kept = batch * kv_per_seq
+        return kept <= kv_tokens and predict_step_ms(c, batch, kept, 0) <= itl_ms
+
+    each_ms = c.b_ms + c.c_ms * kv_per_seq / 1000
+    within_itl = (itl_ms - c.a_ms) / each_ms if each_ms > 0 else math.inf
+    within_kv = kv_tokens / kv_per_seq if kv_per_seq > 0 else math.inf
+    most = max(1, running_seqs_max)
+    guess = min(within_itl, within_kv)
+    batch = int(max(1, min(most, guess)))
+    if fits(batch) and (batch == most or not fits(batch + 1)):
+        return batch
+    return largest(1, most, fits, guess) or 1
+
+
 class StepModel:
     """Online fit of the step law for one engine.
 
@@ -136,6 +174,8 @@ class StepModel:
         self._steps = prior.samples
         self._seen = 0
         self._error_share = prior.error_share
+        self._drift = DriftDetector()
+        self._drifts = prior.drifts
         self.refused = 0
         """Steps not learned from because a value made no sense."""
 
@@ -147,7 +187,8 @@ class StepModel:
     def coefficients(self) -> StepCoefficients:
         """Current fit, all coefficients >= 0, with the number of steps seen and the smoothed error."""
         t, s = self._served, _SCALES
-        return StepCoefficients(t[0], t[1] * s[1], t[2] * s[2] * 1000, t[3] * s[3], self._steps, self._error_share)
+        scaled = t[0], t[1] * s[1], t[2] * s[2] * 1000, t[3] * s[3]
+        return StepCoefficients(*scaled, self._steps, self._error_share, self._drifts)
 
     def observe(self, running: float, kv_tokens: float, prefill_tokens: float, step_ms: float) -> None:
         """Learn from one step of ``step_ms``; 7 to 14 us of CPU (``python -m tests.bench.bench_router``)."""
@@ -156,12 +197,24 @@ class StepModel:
             self.refused += 1
             return
         predicted = max(self.predict_ms(running, kv_tokens, prefill_tokens), _PREDICTED_MS_MIN)
+        if self._seen >= WARM_UP_STEPS and (change := self._drift.step(step_ms, predicted, prefill_tokens > 0)):
+            self._begin_anew(change)
+            predicted = max(self.predict_ms(running, kv_tokens, prefill_tokens), _PREDICTED_MS_MIN)
         weight = self._weigh(predicted, step_ms)
         unit = 1 / (step_ms if self._seen < WARM_UP_STEPS else min(max(predicted, step_ms / 4), step_ms * 4))
         z = [unit, running * _SCALES[1] * unit, kv_tokens * _SCALES[2] * unit, prefill_tokens * _SCALES[3] * unit]
         self._learn(z, step_ms * unit, weight)
         self._steps += 1
         self._seen += 1
+
+    def _begin_anew(self, change: Change) -> None:
+        """The engine, or one kind of its steps, has changed: what was learned, scaled, is the prior of the new one."""
+        decode, prompts = change.factor if change.decode else 1.0, change.factor if change.prompts else 1.0
+        a, b, c, d = self._served
+        self._theta = self._served = [a * decode, b * decode, c * decode, d * prompts]
+        self._covariance = _prior_covariance(self._served)
+        self._seen = 0
+        self._drifts += change.is_drift
 
     def _weigh(self, predicted: float, step_ms: float) -> float:
         """Huber weight of a step, and the smoothed error brought up to date."""

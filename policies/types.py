@@ -13,9 +13,12 @@ Conventions, everywhere in the project:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Generic, TypeAlias, TypeVar
+
+from policies.measures import ClassCounts, DepthUse, GpuReading, Roofline, TenantCounts
+from policies.steering import AdmissionKnobs, Alternative, Override, Verdict
 
 ReplicaId: TypeAlias = str
 """Serve's unique replica id (``ReplicaID.unique_id``)."""
@@ -90,6 +93,22 @@ class Histogram:
         return self.sum_ms / n if n else None
 
 
+class Priority(StrEnum):
+    """Classes of requests, most important first. A class never waits behind a less important one for long."""
+
+    INTERACTIVE = "interactive"
+    STANDARD = "standard"
+    BATCH = "batch"
+
+    @property
+    def rank(self) -> int:
+        """0 is the most important."""
+        return _RANKS[self]
+
+
+_RANKS = {priority: rank for rank, priority in enumerate(Priority)}
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What policies know of one request: sizes and identity, never its text."""
@@ -109,6 +128,17 @@ class Request:
     """Estimated tokens in one block."""
     stream: bool
     arrival_ns: int
+    priority: Priority = Priority.STANDARD
+    task: str = ""
+    """Id of the user goal the request is a step of, unique within its tenant; empty: a goal of its own."""
+    deadline_ns: int | None = None
+    """When the whole answer must be there, on the gateway's clock; ``None``: the class's objectives count."""
+    fingerprint: int = 0
+    """Hash of the body as the client sent it: equal for its repetitions."""
+    prompt_tokens_most: int | None = None
+    """More than these it cannot be, for money; ``None``: the estimate stands."""
+    output_tokens_most: int | None = None
+    """Likewise, where the client names no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +156,8 @@ class StepCoefficients:
     """Steps learned from; 0 for a configured prior."""
     error_share: float | None = None
     """Smoothed mean absolute relative error of the last predictions, 0.02 is 2 %."""
+    drifts: int = 0
+    """Times the engine was found to have changed its speed for good since its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +224,17 @@ class ReplicaReport:
     """Measured from the actor's start to readiness."""
     plan_seq: int | None = None
     """Sequence number of the plan in force; ``None`` before the first and after a plan grew too old."""
+    draft_tokens: int = 0
+    """Tokens drafted in the window, and of those the ones that were kept."""
+    accepted_tokens: int = 0
+    depth_use: tuple[DepthUse, ...] = ()
+    """Decode steps of the window by speculative depth and batch size; empty where the engine does not speculate."""
+    speculative_depth_hard: int | None = None
+    """Start-up depth, the most any knob can set; ``None``: the engine does not speculate."""
+    gpu: GpuReading | None = None
+    """``None`` where there is no NVIDIA device."""
+    roofline: Roofline | None = None
+    """``None`` where device or model is not known well enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +264,24 @@ class GatewayReport:
     ttft_error_ms: Histogram
     """Absolute error of the router's TTFT prediction."""
     plan_seq: int | None = None
+    met: int = 0
+    """Succeeded within TTFT, token gap and end-to-end objectives of their class."""
+    retries: int = 0
+    """Extra attempts: retries, hedges, resumed streams."""
+    repeats: int = 0
+    """Arrivals whose body was refused or failed here before: clients that try again."""
+    tasks_succeeded: int = 0
+    tasks_failed: int = 0
+    tasks_open: int = 0
+    """Tasks begun here whose outcome is not known yet."""
+    by_class: Mapping[str, ClassCounts] = field(default_factory=dict)
+    """By ``Priority`` value."""
+    by_tenant: Mapping[str, TenantCounts] = field(default_factory=dict)
+    """The largest ones, and ``other``."""
+    ejected: Mapping[ReplicaId, str] = field(default_factory=dict)
+    """Replicas this gateway leaves alone now, and the code why."""
+    overrides: tuple[Override, ...] = ()
+    """Overrides of the last plan, told to a new life of the controller so that they outlive the old one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +292,8 @@ class FleetView:
     replicas_target: int
     replicas_min: int
     replicas_max: int
+    unschedulable: int = 0
+    """Replicas Ray found no room for, as far as Serve says."""
 
 
 class Mode(StrEnum):
@@ -253,6 +316,15 @@ class Plan:
     affinity_strength: float | None = None
     """0 routes by load alone, 1 trusts predicted cache hits fully."""
     knobs: Mapping[ReplicaId, Knobs] = field(default_factory=dict)
+    load_bound: float | None = None
+    """Replaces ``routing.load_bound``."""
+    admission: AdmissionKnobs = field(default_factory=AdmissionKnobs)
+    prefill_replicas: int | None = None
+    """Of a split fleet: how many replicas should prefill."""
+    retired: frozenset[ReplicaId] = frozenset()
+    """Replicas that should leave and be replaced: they fail their health checks, and Serve does the rest."""
+    overrides: tuple[Override, ...] = ()
+    """In force, so that gateways can tell them to the controller's next life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +334,7 @@ class Decision:
     seq: int
     tick: int
     lever: str
-    """``replicas``, ``batch`` or ``affinity``."""
+    """A ``steering.Lever``, or ``guard`` for roll-backs, freezes, overrides and foreign writers."""
     target: str
     """Replica id or model name the decision is about."""
     before: Mapping[str, float | int | None]
@@ -272,6 +344,16 @@ class Decision:
     reason: Reason
     inputs: Mapping[str, float | int | str | None]
     predicted: Mapping[str, float] = field(default_factory=dict)
+    at_ns: int = 0
+    """The controller's clock at the tick."""
+    conditions: tuple[str, ...] = ()
+    """Names of the conditions that were active."""
+    alternatives: tuple[Alternative, ...] = ()
+    realised: Mapping[str, float] = field(default_factory=dict)
+    """The same figures as ``predicted``, measured once the effect could be seen; empty before."""
+    verdict: Verdict = Verdict.PENDING
+    verdict_text: str = ""
+    judged_tick: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,3 +403,8 @@ class RouteChoice:
     def order(self) -> Sequence[ReplicaId]:
         """All tiers flattened, best first."""
         return [r for tier in self.tiers for r in tier]
+
+    def led_by(self, replica_id: ReplicaId, reason: Reason) -> RouteChoice:
+        """The same order with ``replica_id`` before all others, for ``reason``."""
+        rest = tuple(kept for tier in self.tiers if (kept := tuple(r for r in tier if r != replica_id)))
+        return replace(self, tiers=((replica_id,), *rest), reason=reason)

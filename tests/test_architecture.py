@@ -23,9 +23,27 @@ IMPURE_MODULES = frozenset({
     "threading", "time", "urllib", "uuid",
 })  # fmt: skip
 IMPURE_CALLS = frozenset({"open", "print", "input", "exec", "eval", "__import__"})
-JOINERS = frozenset({"flow", "build"})
+JOINERS = frozenset({"attainment", "flow", "flow_context", "hedge", "endings", "build"})
 """Modules of policies/ that may import every family."""
-SHARED = frozenset({"types", "config", "events", "step_model"})
+SHARED = frozenset(
+    {
+        "types",
+        "config",
+        "config_base",
+        "config_guard",
+        "config_objectives",
+        "objectives",
+        "events",
+        "step_model",
+        "drift",
+        "queueing",
+        "histogram",
+        "prices",
+        "measures",
+        "roofline",
+        "steering",
+    }
+)
 """Modules of policies/ that every family may import."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

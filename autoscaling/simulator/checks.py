@@ -3,11 +3,14 @@
 Safety, at each event:
 
 * ``one-end``       every request arrives once, ends once, and nothing happens to it afterwards
-* ``one-answer``    one first byte or one error, never both, and a stream's error only within a stream
-* ``no-repeat``     nothing is sent again after its first byte, after a timeout, or to a replica it was sent to before;
-  at most ``attempts_max`` replicas
-* ``poison``        what broke off on two replicas is not sent to a third
-* ``retry-budget``  of one gateway: paid attempts <= ``retry_share_max`` * admitted requests + ``retry_burst``
+* ``one-answer``    each attempt gives one first byte, and a client gets an error before the first one or, within a
+  stream, after it
+* ``no-repeat``     nothing is sent again after a timeout, to a replica it was sent to before, or to more than
+  ``attempts_max``; after a first byte only as the continuation of a stream that can be continued exactly
+* ``poison``        what broke off on two replicas is not sent to a third, nor from that gateway when it comes again
+* ``alone``         nobody sends to a replica whose breaker is open; no more are ejected by comparison than may be
+* ``retry-budget``  of one gateway: paid attempts (retries, hedges, continuations) <= ``retry_share_max`` * answered
+  requests + its part of ``retry_burst``
 * ``leaving``       nobody sends to a replica that left or died once the fleet can know, and none takes a request then
 * ``life``          replicas live in the order of their diagram; what is at one is there once, and leaves it
 * ``bound``         admission, prefix index, ledger, windows of signals, engines, slots: each within its limit
@@ -48,12 +51,15 @@ from policies.events import (
     RefusalKind,
     ReplicaRefused,
     ResponseEnded,
+    ResponseStarted,
     SendError,
     SendStreamError,
     UpstreamFailed,
     UpstreamFailure,
     WaitForReplica,
 )
+from policies.faults import BreakerState, ReplicaHealth
+from policies.faults.health import FAILURES
 from policies.types import ReplicaId
 
 STEADY_NS = 10_000_000_000
@@ -89,8 +95,8 @@ class _Request:
     """What was seen of one request at one gateway."""
 
     __slots__ = (
-        "attempts", "broken", "closed", "ended", "errors", "first_byte", "must_pay", "over", "tried", "wait_until_ns",
-        "waits",
+        "answered", "attempts", "broken", "byte", "closed", "ended", "errors", "first_byte", "must_pay", "over",
+        "status", "tried", "wait_until_ns", "waits",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -98,6 +104,12 @@ class _Request:
         self.attempts = 0
         self.broken = 0
         self.first_byte = False
+        """The client has got one."""
+        self.byte = False
+        """The last attempt gave one."""
+        self.status = 0
+        self.answered = False
+        """It has paid into the retry budget."""
         self.errors = 0
         self.must_pay = False
         self.waits = False
@@ -116,8 +128,10 @@ class Checker:
         self._scenario = scenario
         self._world: World | None = None
         self._requests: dict[str, _Request] = {}
-        self._admitted = [0] * scenario.gateways
+        self._answered = [0] * scenario.gateways
         self._paid = [0] * scenario.gateways
+        self._quarantined: set[tuple[int, str]] = set()
+        """Gateway and the client's request, without the number of the try."""
         self._phases: dict[ReplicaId, tuple[str, int]] = {}
         self._left_ns: dict[ReplicaId, int] = {}
         """From when on a replica must not be sent anything, at the latest."""
@@ -130,6 +144,7 @@ class Checker:
         self._health_ns = round(network.health_period_ms * 1e6)
         self._overhead_ns = max(round(p.profile.request_overhead_ms * 1e6) for p in scenario.pools)
         self._faults = faults
+        self._burst = max(1.0, faults.retry_burst / scenario.gateways) if faults.retry_burst else 0.0
 
     def watch(self, world: World) -> None:
         """Look at the parts of this world at each tick."""
@@ -144,19 +159,17 @@ class Checker:
             if request is not None:
                 raise Violation("one-end", now_ns, "it arrived twice", request_id)
             request = self._requests[request_id] = _Request()
-            refused = any(isinstance(e, Finish) and e.outcome is Outcome.REFUSED for e in effects)
-            self._admitted[gateway] += not refused
         if request is None:
             raise Violation("one-end", now_ns, f"{type(event).__name__} before it arrived", request_id)
         if request.over and effects:
             what = ", ".join(type(e).__name__ for e in effects)
             raise Violation("one-end", now_ns, f"{what} after its end", request_id)
-        self._take(now_ns, request, request_id, event)
+        self._take(now_ns, gateway, request, request_id, event)
         for n, effect in enumerate(effects):
             if request.over:
                 raise Violation("one-end", now_ns, f"{type(effect).__name__} after its end", request_id)
             if isinstance(effect, Dispatch):
-                self._on_dispatch(now_ns, gateway, request, request_id, effect.replica_id)
+                self._on_dispatch(now_ns, gateway, request, request_id, effect)
             elif isinstance(effect, WaitForReplica):
                 request.waits = True
                 if request.wait_until_ns is None:
@@ -164,52 +177,83 @@ class Checker:
             elif isinstance(effect, SendError | SendStreamError):
                 self._on_error(now_ns, request, request_id, effect)
             elif isinstance(effect, Finish):
-                self._on_finish(now_ns, request, request_id, effect, effects[:n])
+                self._on_finish(now_ns, gateway, request, request_id, effect, effects[:n])
         self._check_admission(now_ns, gateway)
 
-    def _take(self, now_ns: int, request: _Request, request_id: str, event: Event) -> None:
+    def _take(self, now_ns: int, gateway: int, request: _Request, request_id: str, event: Event) -> None:
         in_line = self._scenario.pools[0].ongoing_max is not None  # a wait for room, which has no limit
         until_ns = request.wait_until_ns if request.waits and not in_line else None
         if until_ns is not None and now_ns > until_ns + 1_000_000:
             late_ms = (now_ns - until_ns) / 1e6
             raise Violation("bound", now_ns, f"it waited {late_ms:g} ms too long for a replica", request_id)
         if isinstance(event, FirstByte):
-            if request.first_byte:
+            if request.byte:
                 raise Violation("one-answer", now_ns, "a second first byte", request_id)
-            request.first_byte, request.closed = True, "its first byte came"
+            request.byte = request.first_byte = True
+            request.closed = "its first byte came"
+            self._take_answer(gateway, request)
+        elif isinstance(event, ResponseStarted):
+            request.status = event.status
+            if event.status >= (400 if request.first_byte else 500):
+                request.broken += 1
+                request.must_pay = True
         elif isinstance(event, ReplicaRefused):
-            request.must_pay |= event.kind is RefusalKind.CONNECT
+            request.must_pay |= event.kind is not RefusalKind.DRAINING
             request.attempts -= event.kind is RefusalKind.DRAINING
         elif isinstance(event, UpstreamFailed):
-            request.broken += 1
-            request.must_pay = True
-            if event.kind is UpstreamFailure.TIMEOUT:
-                request.closed = "it timed out"
+            self._take_failure(request, event)
         elif isinstance(event, ResponseEnded):
             request.ended, request.closed = True, "it was answered"
+            if request.status < 500:
+                self._take_answer(gateway, request)
         elif isinstance(event, ClientGone):
             request.closed = request.closed or "its client left"
 
-    def _on_dispatch(self, now_ns: int, gateway: int, request: _Request, request_id: str, to: ReplicaId) -> None:
-        faults = self._faults
+    def _take_answer(self, gateway: int, request: _Request) -> None:
+        """It pays into the budget, once."""
+        self._answered[gateway] += not request.answered
+        request.answered = True
+
+    @staticmethod
+    def _take_failure(request: _Request, event: UpstreamFailed) -> None:
+        request.broken += 1
+        request.must_pay = True
+        if request.first_byte and event.resumable:
+            request.closed = ""
+        elif event.kind is UpstreamFailure.TIMEOUT and not request.first_byte:
+            request.closed = "it timed out"
+
+    def _on_dispatch(self, now_ns: int, gateway: int, request: _Request, request_id: str, sent: Dispatch) -> None:
+        faults, to = self._faults, sent.replica_id
         if request.closed:
             raise Violation("no-repeat", now_ns, f"sent to {to} although {request.closed}", request_id)
+        if sent.resume != request.first_byte:
+            what = "as a whole after its first byte" if request.first_byte else "in part before its first byte"
+            raise Violation("no-repeat", now_ns, f"sent to {to} {what}", request_id)
         if to in request.tried:
             raise Violation("no-repeat", now_ns, f"sent to {to} again", request_id)
         if request.broken >= BROKEN_MAX:
             raise Violation("poison", now_ns, f"sent to {to} after {request.broken} broke off", request_id)
+        if (gateway, request_id.partition("-")[0]) in self._quarantined:
+            raise Violation("poison", now_ns, f"sent to {to} after it was quarantined", request_id)
         request.tried.append(to)
         request.attempts += 1
+        request.byte = False
         if request.attempts > faults.attempts_max:
             what = f"attempt {request.attempts} of at most {faults.attempts_max}"
             raise Violation("no-repeat", now_ns, what, request_id)
-        if request.must_pay and not request.waits:
+        if sent.hedge or (request.must_pay and not request.waits):
             self._paid[gateway] += 1
-            limit = faults.retry_share_max * self._admitted[gateway] + faults.retry_burst
+            limit = faults.retry_share_max * self._answered[gateway] + self._burst
             if self._paid[gateway] > limit + 1e-6:
                 what = f"extra attempt {self._paid[gateway]} of gateway {gateway}, {limit:g} are allowed"
                 raise Violation("retry-budget", now_ns, what, request_id)
-        request.must_pay = request.waits = False
+        if not sent.hedge:
+            request.must_pay = request.waits = False
+        self._check_receiver(now_ns, gateway, to, request_id)
+
+    def _check_receiver(self, now_ns: int, gateway: int, to: ReplicaId, request_id: str) -> None:
+        """Whether a gateway may send anything to this replica now."""
         phase, _ = self._phases.get(to, ("", 0))
         if phase in {"", "starting"}:
             raise Violation("leaving", now_ns, f"sent to {to}, which is {phase or 'unknown'}", request_id)
@@ -217,6 +261,10 @@ class Checker:
         if left_ns is not None and now_ns > left_ns:
             late_ms = (now_ns - left_ns) / 1e6
             raise Violation("leaving", now_ns, f"sent to {to}, {phase}, {late_ms:g} ms too late", request_id)
+        if self._world is not None:
+            health = self._world.gateways[gateway].policies.flow_context.health
+            if health.state(to) is BreakerState.OPEN:
+                raise Violation("alone", now_ns, f"sent to {to}: {health.reason(to)}", request_id)
 
     def _on_error(self, now_ns: int, request: _Request, request_id: str, effect: SendError | SendStreamError) -> None:
         request.errors += 1
@@ -227,9 +275,17 @@ class Checker:
             raise Violation("one-answer", now_ns, f"{type(effect).__name__} {when} its first byte", request_id)
 
     def _on_finish(
-        self, now_ns: int, request: _Request, request_id: str, finish: Finish, before: Sequence[Effect]
+        self,
+        now_ns: int,
+        gateway: int,
+        request: _Request,
+        request_id: str,
+        finish: Finish,
+        before: Sequence[Effect],
     ) -> None:
         request.over = True
+        if finish.reason.code == "quarantined":
+            self._quarantined.add((gateway, request_id.partition("-")[0]))
         outcome = finish.outcome
         if outcome is Outcome.SUCCEEDED and not (request.first_byte and request.ended):
             raise Violation("one-answer", now_ns, "success without a complete answer", request_id)
@@ -333,6 +389,10 @@ class Checker:
         _bound(now_ns, f"requests of gateway {gateway}", admission.requests, config.admission.inflight_requests_max)
         if admission.requests > 1:
             _bound(now_ns, f"tokens of gateway {gateway}", admission.tokens, config.admission.inflight_tokens_max)
+        queue = admission.queue
+        _bound(now_ns, f"queue of gateway {gateway}", queue.requests, max(1, config.admission.queue_requests_max))
+        if queue.requests > 1:
+            _bound(now_ns, f"queued tokens of gateway {gateway}", queue.tokens, config.admission.queue_tokens_max)
 
     def _check_gateway(self, now_ns: int, index: int) -> None:
         assert self._world is not None
@@ -340,13 +400,24 @@ class Checker:
         policies, name = gateway.policies, f"gateway {index}"
         admitted = policies.flow_context.admission.requests
         self._check_admission(now_ns, index)
+        self._check_ejected(now_ns, name, policies.flow_context.health)
         _bound(now_ns, f"prefix index of {name}", len(policies.index), routing.index_blocks_max)
-        _bound(now_ns, f"load book of {name}", policies.flow_context.book.inflight, admitted)
-        _bound(now_ns, f"waiting calls of {name}", len(gateway.waiting) + gateway.in_line, admitted)
+        side_by_side = 1 if self._faults.hedge_after_factor is None else 2
+        _bound(now_ns, f"load book of {name}", policies.flow_context.book.inflight, side_by_side * admitted)
+        waiting = len(gateway.waiting) + gateway.in_line + len(gateway.turns)
+        _bound(now_ns, f"waiting calls of {name}", waiting, admitted)
         if gateway.open != admitted:
             raise Violation("bound", now_ns, f"{name} has {gateway.open} calls open and {admitted} admitted")
         left = policies.flow_context.budget.attempts_left
-        _bound(now_ns, f"retry budget of {name}", left, self._faults.retry_burst)
+        _bound(now_ns, f"retry budget of {name}", left, self._burst)
+
+    def _check_ejected(self, now_ns: int, name: str, health: ReplicaHealth) -> None:
+        states = health.states().values()
+        away = [s for s in states if s.state is not BreakerState.CLOSED]
+        compared = [s for s in away if s.code != FAILURES]
+        most = int(self._faults.ejected_share_max * len(states)) if len(away) < len(states) else 0
+        if len(compared) > most:
+            raise Violation("alone", now_ns, f"{name} ejected {len(compared)} of {len(states)} by comparison")
 
     def _check_replica(self, now_ns: int, pool: Pool, replica: Replica) -> None:
         most = pool.ongoing_max
@@ -401,7 +472,8 @@ class Checker:
             name = str(row.index)
             if row.outcome == "lost":
                 raise Violation("drained", result.end_ns, f"its client still waits ({row.attempts} attempts)", name)
-            if row.arrival_ns >= quiet_ns and row.outcome != "succeeded" and row.reason != "left":
+            fine = row.outcome == "succeeded" or row.reason in {"left", "engine_client_error"}
+            if row.arrival_ns >= quiet_ns and not fine:
                 what = f"{row.outcome} ({row.reason}) after all was quiet again, {row.e2e_ms:.0f} ms, tries {row.tries}"
                 raise Violation("recovered", row.arrival_ns, what, name)
 

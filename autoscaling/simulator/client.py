@@ -142,7 +142,7 @@ class Clients:
             outcome, reason, end_ns = Outcome.CANCELLED, call.gone_why, call.gone_ns
         own_fault = reason == "engine_client_error"
         again = (outcome in (Outcome.REFUSED, Outcome.FAILED) and not own_fault) or call.gone_why == "gave_up"
-        if again and ask.tries <= clients.retries_max:
+        if again and call.may_retry and ask.tries <= clients.retries_max:
             self._ctx.counters["client_retries"] += 1
             pause_ns = ns(clients.retry_pause_ms * (0.5 + self._rng(ask).random()))
             ask.sent_ns = max(end_ns, now_ns) + max(pause_ns, call.retry_after_ns)

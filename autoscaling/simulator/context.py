@@ -24,15 +24,20 @@ if TYPE_CHECKING:
     from autoscaling.simulator.gateway import Gateway
     from autoscaling.simulator.replica import Replica
 
+REPORT_JITTER_SHARE = 0.1
+"""As in the live replica."""
+
 COUNTERS = (
     "requests", "succeeded", "failed", "cancelled", "refused", "lost", "client_retries", "dispatches", "retries",
-    "refused_connect", "refused_draining", "rejected", "broken", "timeouts", "aborts", "waits", "slot_waits",
-    "handovers", "starts", "starts_failed", "stops", "cut", "kills", "membership_changes", "samples",
-    "reports", "ticks", "events",
+    "refused_connect", "refused_draining", "refused_unavailable", "rejected", "broken", "timeouts", "aborts", "waits",
+    "slot_waits", "handovers", "queued", "resumes", "hedges", "starts", "starts_failed", "stops", "cut", "kills",
+    "membership_changes", "samples", "reports", "ticks", "events",
 )  # fmt: skip
 """Names of ``RunResult.counters``. The first six count client requests; ``dispatches`` what was sent to replicas,
 ``retries`` those after the first of a call; ``cut`` requests ended by a leaving replica's time; ``rejected`` those an
-engine answered with 400; ``waits`` calls that waited for any replica, ``slot_waits`` those that waited for room at one.
+engine answered with an error; ``waits`` calls that waited for any replica, ``slot_waits`` those that waited for room at
+one, ``queued`` those that waited in a gateway's own queue; ``resumes`` streams that went on elsewhere, ``hedges``
+second attempts.
 """
 
 
@@ -104,6 +109,10 @@ class Context:
         """A stream of random numbers for ``part`` alone, the same under any hash seed."""
         return Random(f"{self.scenario.seed}/{part}")
 
+    def report_period_ns(self, rng: Random) -> int:
+        """Time to a reporter's next report, jittered as live so that they do not report in step."""
+        return round(self.delays.report * (1 - REPORT_JITTER_SHARE + 2 * REPORT_JITTER_SHARE * rng.random()))
+
 
 class Ask:
     """What one client wants, from its first try to its one row."""
@@ -121,13 +130,33 @@ class Ask:
         """The client leaves after this many tokens; 0: it stays."""
         self.rng: Random | None = None
 
+    def as_request(self, model: str, client_ns: int) -> Request:
+        """This try as a gateway sees it; ``client_ns``: its way there."""
+        sim = self.request
+        return Request(
+            request_id=f"{sim.index}-{self.tries}",
+            model=model,
+            endpoint="/v1/chat/completions",
+            tenant=sim.tenant,
+            prompt_tokens=sim.prompt_tokens,
+            output_tokens_max=sim.output_tokens_max,
+            blocks=sim.blocks,
+            block_tokens=sim.block_tokens,
+            stream=sim.stream,
+            arrival_ns=self.sent_ns + client_ns,
+            priority=sim.priority,
+            task=sim.task if sim.task_header else "",
+            deadline_ns=None if sim.deadline_ms is None else self.sent_ns + round(sim.deadline_ms * 1e6),
+            fingerprint=sim.index + 1,
+        )
+
 
 class Call:
     """One try at one gateway."""
 
     __slots__ = (
-        "ask", "attempt", "delivered", "first_byte_ns", "flow", "gateway", "gone_ns", "gone_why", "in_line", "request",
-        "retry_after_ns", "wait_version",
+        "ask", "attempt", "delivered", "first_byte_ns", "flow", "gateway", "gone_ns", "gone_why", "hedge", "hedge_ns",
+        "in_line", "may_retry", "request", "retry_after_ns", "wait_version",
     )  # fmt: skip
 
     def __init__(self, ask: Ask, gateway: Gateway, request: Request, flow: RequestFlow) -> None:
@@ -143,19 +172,54 @@ class Call:
         self.gone_ns: int | None = None
         """When the client left."""
         self.gone_why = ""
+        self.hedge: Attempt | None = None
+        """A second attempt beside the first."""
+        self.hedge_ns: int | None = None
         self.retry_after_ns = 0
+        self.may_retry = True
         self.wait_version = 0
         self.in_line = False
         """It waits for room at a replica."""
+
+    def settle(self, winner: Attempt) -> Attempt:
+        """Of two attempts ``winner`` gives the first byte and is the call's own; return the other."""
+        assert self.attempt is not None
+        assert self.hedge is not None
+        other = self.attempt if winner is self.hedge else self.hedge
+        self.attempt, self.hedge = winner, None
+        return other
+
+    def lost(self, attempt: Attempt) -> bool:
+        """``attempt`` failed; whether it was the second one of two. Where the first one failed, the second goes on."""
+        if self.hedge is None:
+            return False
+        is_hedge = attempt is self.hedge
+        if not is_hedge:
+            self.attempt = self.hedge
+        self.hedge = None
+        return is_hedge
 
 
 class Attempt:
     """One dispatch."""
 
-    __slots__ = ("aborted", "call", "first_byte_at_ns", "job", "over", "prefill_job", "received_ns", "replica", "where")
+    __slots__ = (
+        "aborted",
+        "before",
+        "call",
+        "first_byte_at_ns",
+        "job",
+        "over",
+        "prefill_job",
+        "received_ns",
+        "replica",
+        "where",
+    )
 
-    def __init__(self, call: Call, replica: Replica) -> None:
+    def __init__(self, call: Call, replica: Replica, before: int = 0) -> None:
         self.call = call
+        self.before = before
+        """Output tokens that came from other replicas: it goes on after them."""
         self.replica = replica
         """Whom the gateway sent it to."""
         self.where: Replica | None = replica

@@ -26,12 +26,14 @@ import math
 from random import Random
 
 from autoscaling.simulator.engine_batch import Decoders, Queue
-from autoscaling.simulator.engine_blocks import blocks_for, give_back, offer, offer_output, take_first
+from autoscaling.simulator.engine_blocks import blocks_for, check_request, give_back, offer, offer_output, take_first
+from autoscaling.simulator.engine_drafts import NOTHING, Drafting
 from autoscaling.simulator.engine_job import EngineEvent, EngineGauges, EngineWindow, Job, Phase
 from autoscaling.simulator.engine_meter import Meter
 from autoscaling.simulator.engine_steps import Run
 from autoscaling.simulator.kv import KvCache
 from autoscaling.simulator.spec import EngineProfile
+from policies.speculation import NO_EXPLORATION, Bounds
 from policies.types import Knobs, StepCoefficients
 
 __all__ = ["EngineEvent", "EngineGauges", "EngineWindow", "Job", "Phase", "SimEngine"]
@@ -49,20 +51,15 @@ class SimEngine:
     """
 
     __slots__ = (
-        "_admissions", "_block", "_decoders", "_doomed", "_frozen", "_knobs", "_kv", "_law", "_leaving", "_may_admit",
-        "_meter", "_out", "_parts", "_prefilling", "_queue", "_rng", "_run", "_running", "_seqs_hard", "_speed",
-        "_step", "profile",
+        "_admissions", "_block", "_decoders", "_doomed", "_drafted", "_frozen", "_knobs", "_kv", "_law", "_leaving",
+        "_may_admit", "_meter", "_out", "_parts", "_prefilling", "_queue", "_rng", "_run", "_running", "_seqs_hard",
+        "_speed", "_step", "drafting", "profile",
     )  # fmt: skip
 
     def __init__(
         self, profile: EngineProfile, rng: Random, learn: bool = True, prior: StepCoefficients | None = None
     ) -> None:
         """Raises ``ValueError`` for a profile whose KV cache holds no block or that may not run one sequence."""
-        blocks = profile.kv_tokens // max(1, profile.block_tokens)
-        if blocks < 1 or profile.running_seqs_max < 1 or profile.step_tokens_max < 1:
-            raise ValueError(
-                f"profile {profile.name}: kv_tokens, running_seqs_max and step_tokens_max must be positive"
-            )
         self.profile = profile
         self._law = profile.law
         self._rng = rng
@@ -70,7 +67,8 @@ class SimEngine:
         self._seqs_hard = min(profile.running_seqs_max, profile.step_tokens_max)
         self._knobs = Knobs()
         self._speed = 1.0
-        self._kv = KvCache(blocks, profile.prefix_cache)
+        self._kv = KvCache(profile.kv_blocks, profile.prefix_cache)
+        self.drafting, self._drafted = Drafting(profile.speculative_depth), NOTHING
         self._meter = Meter(profile.law, learn, prior)
         self._out: list[EngineEvent] = []
         # Jobs: running ones in order of admission, the one of them still in its prompt, those that wait.
@@ -104,10 +102,7 @@ class SimEngine:
             ValueError: the prompt is empty or leaves no room for a token, or its blocks do not fit the engine's.
         """
         request = job.request
-        if not 1 <= request.prompt_tokens < self.tokens_max:
-            raise ValueError(f"a prompt of {request.prompt_tokens} tokens: 1..{self.tokens_max - 1} are possible")
-        if request.block_tokens < 1 or (request.blocks and request.block_tokens % self._block):
-            raise ValueError(f"prefix blocks of {request.block_tokens} tokens are no multiple of {self._block}")
+        check_request(request, self.tokens_max, self._block)
         self._run_until(now_ns)
         job.output_tokens = min(job.output_tokens, self.tokens_max - request.prompt_tokens)
         job.unit_blocks = request.block_tokens // self._block
@@ -142,9 +137,10 @@ class SimEngine:
         self._doomed.append(job)
         self._run.cut(now_ns, 1)
 
-    def set_knobs(self, knobs: Knobs, now_ns: int) -> None:
-        """Live settings from the next step on; ``None`` fields: the start-up values."""
+    def set_knobs(self, knobs: Knobs, now_ns: int, bounds: Bounds = NO_EXPLORATION) -> None:
+        """Live settings from the next step on, ``None`` fields: the start-up values; ``bounds`` are of exploration."""
         self._run_until(now_ns)
+        self.drafting.ask(knobs.speculative_depth, bounds)
         if knobs != self._knobs:
             self._knobs = knobs
             self._retry(now_ns)
@@ -174,6 +170,10 @@ class SimEngine:
         if not run.go_on(now_ns) and self._queue.number:
             self._may_admit = True
             self._plan(now_ns)
+
+    def flush_cache(self) -> None:
+        """Forget the prefixes that no sequence holds."""
+        self._kv.flush()
 
     def wake_ns(self) -> int | None:
         """When to call :meth:`advance` next: no event comes before, maybe none even then. ``None``: nothing to do."""
@@ -213,7 +213,7 @@ class SimEngine:
         self._run_until(now_ns)
         if self._run.steps > 1:
             self._count(self._run.elapsed(now_ns), now_ns)
-        return self._meter.take()
+        return self._meter.take(*self.drafting.take())
 
     def step_model(self) -> StepCoefficients:
         """The step model as the engine would report it."""
@@ -243,13 +243,15 @@ class SimEngine:
             first_ns = total_ns if steps == 1 else run.first_ns + run.growth_ns * counted
             prefill_tokens = sum([n for _, n in self._parts]) if self._parts else 0
             self._meter.add(first_ns, run.growth_ns, steps, total_ns, self._decoders.number, prefill_tokens)
+            if not self._parts:
+                self.drafting.ran(self._drafted, self._decoders.number, steps, total_ns / 1e6)
 
     def _settle(self, ended: int, now_ns: int) -> None:
         """Book the first ``ended`` steps of the run: counts, step model, blocks, prompts, step number."""
         self._count(ended, now_ns)
         kv, parts, run = self._kv, self._parts, self._run
         opened = self._opened(ended)
-        if self._meter.learns:
+        if self._meter.learns and (parts or not self._drafted.drafts):
             held = (kv.blocks_max - kv.available + opened / 2) * self._block
             prefill_tokens = sum([n for _, n in parts]) if parts else 0
             step_ns = run.total_ns(ended, now_ns) / ended
@@ -374,10 +376,13 @@ class SimEngine:
         steps = decoders.next_end() - step
         if steps_max is not None:
             steps = min(steps, steps_max)
+        number = decoders.number
+        run = self._drafted = self.drafting.begin(self._running, number)
+        steps = max(taken, min(steps, run.units_max))
         steps = taken + decoders.steps_within(step + taken, steps - taken, self._kv.available)
         if steps:
-            first_ms = law.step_ms(decoders.number, decoders.context(step))
-            self._begin(at_ns, steps, first_ms, law.c_ms * decoders.number / 1000, taken)
+            first_ms = law.step_ms(number, decoders.context(step), round(run.drafts * number)) / run.tokens
+            self._begin(at_ns, steps, first_ms, law.c_ms * number / 1000 / run.tokens, taken)
         return steps > 0
 
     def _begin(self, at_ns: int, steps: int, first_ms: float, growth_ms: float, taken: int) -> None:
@@ -402,7 +407,7 @@ class SimEngine:
         if not parts:
             soon = self._queue.number and self._may_admit
             return decoding > 0 and self._decode(at_ns, 1, 1 if soon else None)
-        self._parts = parts
+        self._parts, self._drafted = parts, NOTHING
         law, pairs, context, prefill = self._law, 0.0, self._decoders.context(self._step), 0
         for job, n in parts:
             pairs += n * (job.computed + n / 2)

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from autoscaling.simulator.engine_job import Job
 from autoscaling.simulator.kv import KvCache
+from autoscaling.simulator.spec import SimRequest
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
     """Blocks that hold ``tokens`` tokens."""
     return -(-tokens // block_tokens)
+
+
+def check_request(request: SimRequest, tokens_max: int, block_tokens: int) -> None:
+    """``ValueError``: its prompt is empty or leaves no room for a token, or its blocks do not fit the engine's."""
+    if not 1 <= request.prompt_tokens < tokens_max:
+        raise ValueError(f"a prompt of {request.prompt_tokens} tokens: 1..{tokens_max - 1} are possible")
+    if request.block_tokens < 1 or (request.blocks and request.block_tokens % block_tokens):
+        raise ValueError(f"prefix blocks of {request.block_tokens} tokens are no multiple of {block_tokens}")
 
 
 def take_first(kv: KvCache, block_tokens: int, job: Job, budget: int, reserve: bool) -> int:

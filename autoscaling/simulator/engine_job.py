@@ -12,6 +12,7 @@ from typing import Literal
 
 from autoscaling.simulator.gaps import GapCounts
 from autoscaling.simulator.spec import SimRequest
+from policies.measures import DepthUse
 from policies.types import Histogram, StepCoefficients
 
 
@@ -116,3 +117,6 @@ class EngineWindow:
     finished: int
     aborted: int
     step_model: StepCoefficients
+    depth_use: tuple[DepthUse, ...] = ()
+    draft_tokens: int = 0
+    accepted_tokens: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autoscaling.simulator.engine_job import EngineWindow
 from autoscaling.simulator.engine_steps import Gaps
 from autoscaling.simulator.spec import StepLaw
+from policies.measures import DepthUse
 from policies.step_model import StepModel
 from policies.types import StepCoefficients
 
@@ -56,12 +57,13 @@ class Meter:
         law = self._law
         return StepCoefficients(law.a_ms, law.b_ms, law.c_ms, law.d_ms, SAMPLES_OF_LAW, law.jitter_share)
 
-    def take(self) -> EngineWindow:
-        """Close the window and open the next."""
+    def take(self, depth_use: tuple[DepthUse, ...], draft_tokens: int, accepted_tokens: int) -> EngineWindow:
+        """Close the window, with what the drafts did in it, and open the next."""
         gaps = self._gaps.take()
         window = EngineWindow(
             self.prefill_tokens, self.written_tokens, self.query_tokens, self.hit_tokens, self.preemptions, self.steps,
             self.busy_ns / 1e6, gaps.live(), gaps, self.finished, self.aborted, self.step_model(),
+            depth_use, draft_tokens, accepted_tokens,
         )  # fmt: skip
         self._clear()
         return window

@@ -14,7 +14,10 @@ from autoscaling.simulator.replica import GONE, Phase, Replica
 from autoscaling.simulator.serve import PoolServe
 from autoscaling.simulator.spec import Fault
 
-KINDS = ("kill", "slow", "freeze", "mute", "refuse", "controller", "gateway_blind", "start_fail")
+KINDS = (
+    "kill", "slow", "freeze", "mute", "refuse", "unavailable", "errors", "controller", "gateway_blind", "start_fail",
+    "flush",
+)  # fmt: skip
 
 
 class FaultError(ValueError):
@@ -69,6 +72,12 @@ class Faults:
             replica.muted_until_ns = max(replica.muted_until_ns, until_ns)
         elif fault.kind == "refuse":
             replica.refuses_until_ns = max(replica.refuses_until_ns, until_ns)
+        elif fault.kind == "unavailable":
+            replica.unavailable_until_ns = max(replica.unavailable_until_ns, until_ns)
+        elif fault.kind == "flush":
+            replica.flush_cache(now_ns)
+        elif fault.kind == "errors":
+            replica.errors_until_ns = max(replica.errors_until_ns, until_ns)
         else:
             frozen = fault.kind == "freeze"
             replica.set_speed(math.inf if frozen else fault.factor, now_ns)

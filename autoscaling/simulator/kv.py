@@ -105,6 +105,15 @@ class KvCache:
                 released[unit] = unit_blocks
                 self.available += unit_blocks
 
+    def flush(self) -> None:
+        """Forget all that nobody holds: vLLM's ``reset_prefix_cache``, as after an update of the weights."""
+        references = self._references
+        for key, size in self._released.items():
+            if key in references:
+                del references[key]
+            self._free += size
+        self._released.clear()
+
     def _evict(self, blocks: int) -> None:
         """Empty blocks, those released first first, until ``blocks`` are free."""
         references, released = self._references, self._released

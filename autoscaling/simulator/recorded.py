@@ -7,7 +7,10 @@ order in which things happened to their writer::
     {"kind": "header", ...}             first line of every file
     {"kind": "request", ...}            gateway: one request that ended
     {"kind": "replica", "at_ns", ...}   controller: a replica's report as received; "gateway", "fleet" likewise
+    {"kind": "override", "at_ns", ...}  controller: a person set a value or a mode; "override_end": took it back
+    {"kind": "objectives", "at_ns", ...}  controller: other objectives hold from now on
     {"kind": "tick", "at_ns", ...}      controller: one tick, its wishes and the decisions it made
+    {"kind": "decision", ...}           ledger: one decision; again, with its verdict, once that is known
     {"kind": "dropped", "lines": n}     n lines are missing here: the writer's queue was full or its disk was
     {"kind": "end"}                     the writer ended in order
 
@@ -24,16 +27,18 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from autoscaling.simulator.codec import Blocks, CodecError, Plain, decode, dumps, encode
 from autoscaling.simulator.workload.trace import TraceError
-from policies.config import PolicyConfig
+from policies.config import ClassesConfig, ObjectivesConfig, PolicyConfig
 from policies.control.loop import TickResult
+from policies.steering import Override
 from policies.types import Decision, FleetView, GatewayReport, ReplicaReport
 
 FORMAT = "tidegate-recording"
-VERSION = 1
+VERSION = 2
+"""Grows when a line gets or loses a field: a value that was not recorded cannot be replayed."""
 
 
 class RecordingError(TraceError):
@@ -50,7 +55,7 @@ class Header:
     format: str
     version: int
     source: str
-    """``gateway`` or ``controller``."""
+    """``gateway``, ``controller``, or ``ledger``: the decisions alone, of a controller."""
     name: str
     """The gateway's replica id, or the controller's epoch."""
     file: int
@@ -128,6 +133,51 @@ class FleetLine:
 
 
 @dataclass(frozen=True, slots=True)
+class OverrideLine:
+    """A person set a value or a mode by hand, and the controller took it."""
+
+    at_ns: int
+    override: Override
+
+
+@dataclass(frozen=True, slots=True)
+class OverrideEndLine:
+    """A person took an override back."""
+
+    at_ns: int
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectivesLine:
+    """Other objectives hold from now on."""
+
+    at_ns: int
+    objectives: ObjectivesConfig
+    classes: ClassesConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ConditionNote:
+    """A condition that was active when a decision was made, with its figures."""
+
+    name: str
+    since_ns: int | None
+    text: str
+    evidence: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionLine:
+    """One decision of the controller, as its ledger had it when this was written; the last one of a ``seq`` counts."""
+
+    at_unix_ns: int
+    """Wall clock at the tick that made the decision."""
+    decision: Decision
+    conditions: tuple[ConditionNote, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TickLine:
     """One tick. Wishes are those before the mode was applied, so that shadow mode is recorded in full."""
 
@@ -155,7 +205,9 @@ class EndLine:
     """The writer ended in order."""
 
 
-Line: TypeAlias = Header | RequestLine | ReplicaLine | GatewayLine | FleetLine | TickLine | DroppedLine | EndLine
+InputLine: TypeAlias = ReplicaLine | GatewayLine | FleetLine | OverrideLine | OverrideEndLine | ObjectivesLine
+"""What a controller decides from."""
+Line: TypeAlias = Header | RequestLine | InputLine | TickLine | DecisionLine | DroppedLine | EndLine
 
 _KINDS: Mapping[str, type[Any]] = MappingProxyType(
     {
@@ -164,7 +216,11 @@ _KINDS: Mapping[str, type[Any]] = MappingProxyType(
         "replica": ReplicaLine,
         "gateway": GatewayLine,
         "fleet": FleetLine,
+        "override": OverrideLine,
+        "override_end": OverrideEndLine,
+        "objectives": ObjectivesLine,
         "tick": TickLine,
+        "decision": DecisionLine,
         "dropped": DroppedLine,
         "end": EndLine,
     }
@@ -172,7 +228,8 @@ _KINDS: Mapping[str, type[Any]] = MappingProxyType(
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _OF_SOURCE = {
     "gateway": frozenset({RequestLine, DroppedLine, EndLine}),
-    "controller": frozenset({ReplicaLine, GatewayLine, FleetLine, TickLine, DroppedLine, EndLine}),
+    "controller": frozenset({*get_args(InputLine), TickLine, DroppedLine, EndLine}),
+    "ledger": frozenset({DecisionLine, DroppedLine, EndLine}),
 }
 
 
@@ -230,11 +287,13 @@ def _with_defaults(config: Plain) -> Plain:
     """Settings that are younger than the recording have their defaults."""
     if not isinstance(config, dict):
         return config
-    defaults: dict[str, dict[str, Plain]] = encode(PolicyConfig())
+    defaults: dict[str, Plain] = encode(PolicyConfig())
     return {
         **config,
         **{
-            family: {**values, **config[family]} if isinstance(config.get(family), dict) else config.get(family, values)
+            family: {**values, **given}
+            if isinstance(values, dict) and isinstance(given := config.get(family), dict)
+            else config.get(family, values)
             for family, values in defaults.items()
         },
     }
@@ -284,7 +343,7 @@ def _check_place(line: Line, header: Header | None, file: str, number: int) -> H
         if not isinstance(line, Header):
             raise RecordingError(file, number, "the first line is not a header: this is no file of a recording")
         if line.source not in _OF_SOURCE:
-            raise RecordingError(file, number, f"source: {line.source!r} must be 'gateway' or 'controller'")
+            raise RecordingError(file, number, f"source: {line.source!r} must be one of {', '.join(_OF_SOURCE)}")
         return line
     if type(line) not in _OF_SOURCE[header.source]:
         raise RecordingError(file, number, f"kind: {_NAMES[type(line)]!r} does not belong to a {header.source}")

@@ -24,7 +24,11 @@ from autoscaling.simulator.recorded import (
     FleetLine,
     GatewayLine,
     Header,
+    InputLine,
     Numbered,
+    ObjectivesLine,
+    OverrideEndLine,
+    OverrideLine,
     RecordingError,
     ReplicaLine,
     TickLine,
@@ -141,7 +145,14 @@ def replay_decisions(
             case TickLine() as recorded:
                 assert state is not None
                 yield Replayed(item.file, item.number, recorded, _tick(state, recorded.at_ns))
-            case ReplicaLine() | GatewayLine() | FleetLine() as line:
+            case (
+                ReplicaLine()
+                | GatewayLine()
+                | FleetLine()
+                | OverrideLine()
+                | OverrideEndLine()
+                | ObjectivesLine() as line
+            ):
                 assert state is not None
                 _receive(state, line)
             case EndLine():
@@ -150,7 +161,7 @@ def replay_decisions(
                 raise RecordingError(item.file, item.number, "does not belong to a controller's recording")
 
 
-def _receive(state: ControlState, line: ReplicaLine | GatewayLine | FleetLine) -> None:
+def _receive(state: ControlState, line: InputLine) -> None:
     """As live: a report that raises is its sender's failure, and the controller goes on."""
     try:
         match line:
@@ -160,6 +171,12 @@ def _receive(state: ControlState, line: ReplicaLine | GatewayLine | FleetLine) -
                 state.receive_gateway(gateway, at_ns)
             case FleetLine(at_ns=at_ns, view=view):
                 state.receive_fleet(view, at_ns)
+            case OverrideLine(at_ns=at_ns, override=override):
+                state.overrides.put(override, at_ns)
+            case OverrideEndLine(at_ns=at_ns, id=override_id):
+                state.overrides.drop(override_id, at_ns)
+            case ObjectivesLine(objectives=objectives, classes=classes):
+                state.reconfigure(objectives, classes)
     except Exception:  # noqa: BLE001, S110 (a report that made the live loop raise makes this one raise as well)
         pass
 

@@ -15,22 +15,23 @@ that time; an event for a time that was given up since is ignored.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from enum import StrEnum
 from random import Random
 from typing import TYPE_CHECKING
 
 from autoscaling.simulator.context import Attempt, Context, ns
+from autoscaling.simulator.device import roofline_of_profile
 from autoscaling.simulator.engine import EngineEvent, EngineGauges, EngineWindow, Job, SimEngine
 from autoscaling.simulator.gaps import GapCounts
 from policies.events import RefusalKind, UpstreamFailure
 from policies.plan_follower import PlanFollower
+from policies.routing.sample import Sample, sample
+from policies.speculation import NO_EXPLORATION, exploration
 from policies.types import Knobs, Mode, Plan, ReplicaReport, ReplicaState
 
 if TYPE_CHECKING:
     from autoscaling.simulator.serve import PoolServe
-
-REPORT_JITTER_SHARE = 0.1
-"""As in the live replica, so that replicas do not report in step."""
 
 START_UP = Knobs()
 """No opinion: the engine's start-up values."""
@@ -83,12 +84,17 @@ class Replica:
         """At the last sample or report."""
         self.muted_until_ns = 0
         self.refuses_until_ns = 0
+        self.unavailable_until_ns = 0
+        self.errors_until_ns = 0
         self.frozen_since_ns: int | None = None
+        self.retired = False
+        """It fails its health checks, because the plan says so."""
         self.speed_version = 0
         """Grows with each change of its speed by a fault."""
         self._ctx = ctx
         self._serve = serve
         self._profile = serve.pool.profile
+        self._roofline = roofline_of_profile(self._profile)
         self._jobs: dict[Job, Attempt] = {}
         self._engine: SimEngine | None = None
         self._idle: tuple[EngineGauges, EngineWindow] | None = None
@@ -97,8 +103,8 @@ class Replica:
         self._overhead_ns = ns(self._profile.request_overhead_ms)
         self._first_byte_ns = ns(self._profile.first_token_overhead_ms)
         self._follower = PlanFollower()
-        self._knobs = START_UP
-        self._idle_stats: dict[str, object] = {}
+        self._knobs, self._bounds = START_UP, NO_EXPLORATION
+        self._idle_stats: Sample = {}
         """Its last sample, where it had no work then."""
         self._knobs_told = START_UP
         """As in the last report."""
@@ -178,6 +184,8 @@ class Replica:
             self._refuse(attempt, RefusalKind.CONNECT, now_ns)
         elif self.phase is Phase.REFUSING:
             self._refuse(attempt, RefusalKind.DRAINING, now_ns)
+        elif now_ns < self.unavailable_until_ns:
+            self._refuse(attempt, RefusalKind.UNAVAILABLE, now_ns)
         else:
             self._admit(attempt, now_ns)
 
@@ -215,14 +223,20 @@ class Replica:
             return
         engine = self._catch_up(now_ns)
         assert engine is not None, "a replica with a request inside has an engine"
-        ask = attempt.call.ask
-        if ask.request.prompt_tokens >= engine.tokens_max:
-            self._ctx.queue.at(now_ns + self._ctx.delays.hop, attempt.call.gateway.rejected, attempt)
+        ask, before = attempt.call.ask, attempt.before
+        too_long = ask.request.prompt_tokens + before >= engine.tokens_max
+        if too_long or now_ns < self.errors_until_ns:
+            answer = (attempt, 400 if too_long else 500)
+            self._ctx.queue.at(now_ns + self._ctx.delays.hop, attempt.call.gateway.rejected, answer)
             self._leave(attempt, now_ns)
             return
-        tokens = ask.leave_tokens or ask.request.output_tokens
+        tokens = (ask.leave_tokens or ask.request.output_tokens) - before
+        request = ask.request
+        if before:
+            prompt_tokens, output_tokens = request.prompt_tokens + before, request.output_tokens - before
+            request = replace(request, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         serve = self._serve
-        job = Job(ask.request, tokens, prefill_only=serve.is_prefill, kv_ready=serve.is_decode)
+        job = Job(request, max(1, tokens), prefill_only=serve.is_prefill, kv_ready=serve.is_decode)
         attempt.job = job
         self._idle = None
         self._jobs[job] = attempt
@@ -307,6 +321,12 @@ class Replica:
         self.frozen_since_ns = now_ns if math.isinf(factor) else None
         self._wake_again()
 
+    def flush_cache(self, now_ns: int) -> None:
+        """Its engine forgets the prefixes that no sequence holds."""
+        engine = self._catch_up(now_ns)
+        if engine is not None:
+            engine.flush_cache()
+
     def look_if_silent(self, now_ns: int, version: int) -> None:
         """It froze so long ago that gateways give up the streams it broke off."""
         if self.frozen_since_ns is None or self.speed_version != version:
@@ -334,6 +354,8 @@ class Replica:
     def state(self, now_ns: int) -> ReplicaState:
         """As it tells routers and the controller."""
         if self.phase is Phase.READY:
+            if self.retired:
+                return ReplicaState.DRAINING
             stuck = self.frozen_since_ns is not None and self.is_stuck(now_ns)
             return ReplicaState.STUCK if stuck else ReplicaState.READY
         return ReplicaState.STARTING if self.phase is Phase.STARTING else ReplicaState.DRAINING
@@ -346,28 +368,12 @@ class Replica:
         self.running, self.waiting = gauges.running, gauges.waiting
         return gauges
 
-    def routing_stats(self, now_ns: int) -> dict[str, object]:
+    def routing_stats(self, now_ns: int) -> Sample:
         """Sample for routers, the keys of the live one."""
         self._stats_seq += 1
         if self._idle is not None and self._idle_stats:
             return {**self._idle_stats, "seq": self._stats_seq}
-        gauges, step = self._gauges(now_ns), self._step
-        stats: dict[str, object] = {
-            "seq": self._stats_seq,
-            "state": str(self.state(now_ns)),
-            "running": gauges.running,
-            "waiting": gauges.waiting,
-            "prefill_backlog_tokens": gauges.prefill_backlog_tokens,
-            "kv_tokens_used": gauges.kv_tokens_used,
-            "kv_tokens_max": gauges.kv_tokens_max,
-            "running_seqs_max": gauges.running_seqs_now,
-            "step_tokens_max": gauges.step_tokens_now,
-            "step_a_ms": step.a_ms,
-            "step_b_ms": step.b_ms,
-            "step_c_ms": step.c_ms,
-            "step_d_ms": step.d_ms,
-            "step_samples": step.samples,
-        }
+        stats = sample(self._stats_seq, self.state(now_ns), self._gauges(now_ns), self._step)
         self._idle_stats = stats if self._idle is not None else {}
         return stats
 
@@ -376,8 +382,7 @@ class Replica:
         if rng is None or (self._idle is None and self._catch_up(now_ns) is None):
             return
         delays = self._ctx.delays
-        jitter = 1 - REPORT_JITTER_SHARE + 2 * REPORT_JITTER_SHARE * rng.random()
-        self._ctx.queue.at(now_ns + round(delays.report * jitter), self._on_report)
+        self._ctx.queue.at(now_ns + self._ctx.report_period_ns(rng), self._on_report)
         plan = self._follow_plan(now_ns)
         if now_ns >= self.muted_until_ns:
             self._ctx.counters["reports"] += 1
@@ -390,8 +395,10 @@ class Replica:
         self._window_start_ns = now_ns
         self._report_seq += 1
         told = self._knobs_told
-        if told.running_seqs_max != gauges.running_seqs_now or told.step_tokens_max != gauges.step_tokens_now:
-            told = self._knobs_told = Knobs(gauges.running_seqs_now, gauges.step_tokens_now)
+        depth = self._engine.drafting.depth if self._engine is not None else None
+        now = (gauges.running_seqs_now, gauges.step_tokens_now, depth)
+        if (told.running_seqs_max, told.step_tokens_max, told.speculative_depth) != now:
+            told = self._knobs_told = Knobs(*now)
         return ReplicaReport(
             replica_id=self.id,
             model=self._serve.model,
@@ -420,6 +427,11 @@ class Replica:
             aborted=window.aborted,
             cold_start_ms=self._cold_start_ms,
             plan_seq=plan.seq if plan is not None else None,
+            draft_tokens=window.draft_tokens,
+            accepted_tokens=window.accepted_tokens,
+            depth_use=window.depth_use,
+            speculative_depth_hard=profile.speculative_depth or None,
+            roofline=self._roofline,
         )
 
     def _window(self, now_ns: int) -> EngineWindow:
@@ -444,15 +456,28 @@ class Replica:
     def _follow_plan(self, now_ns: int) -> Plan | None:
         """The plan in force says what the engine may do; without one, or in shadow mode, start-up values hold."""
         plan = self._follower.current(now_ns)
-        knobs = plan.knobs.get(self.id, START_UP) if plan is not None and plan.mode is Mode.ACT else START_UP
-        if knobs is self._knobs or knobs == self._knobs:
+        acting = plan is not None and plan.mode is Mode.ACT
+        self._retire(plan is not None and acting and self.id in plan.retired, now_ns)
+        knobs = plan.knobs.get(self.id, START_UP) if plan is not None and acting else START_UP
+        bounds = NO_EXPLORATION
+        if plan is not None and acting and self._profile.speculative_depth:
+            bounds = exploration(self._ctx.scenario.config, plan, self.id)
+        if (knobs is self._knobs or knobs == self._knobs) and bounds == self._bounds:
             return plan
         engine = self._catch_up(now_ns)
         if engine is not None:
-            self._knobs, self._idle = knobs, None
-            engine.set_knobs(knobs, now_ns)
+            self._knobs, self._bounds, self._idle = knobs, bounds, None
+            engine.set_knobs(knobs, now_ns, bounds)
             self._wake_again()
         return plan
+
+    def _retire(self, wanted: bool, now_ns: int) -> None:
+        """The plan in force wants another one in its place, or not any more."""
+        if wanted == self.retired:
+            return
+        self.retired, self._idle_stats = wanted, {}
+        if wanted:
+            self._serve.watch(self, now_ns)
 
     def _see(self, now_ns: int, kind: str, attempt: Attempt) -> None:
         observer = self._ctx.observer

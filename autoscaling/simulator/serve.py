@@ -4,6 +4,7 @@
     starting + ready > target   those still starting go first, the newest first, then the newest ready ones, which drain
     a dead replica              is noticed at its next health check and replaced
     a stuck replica             is replaced after three failed checks in a row; it drains, and nobody waits for it
+    a retired one               likewise, because it says itself that it is not well
 
 Once a second Serve tells the controller its numbers and takes its plan; the plan in force (the live ``PlanFollower``)
 sets the target as ``deployments/scaling.py`` does, or the scenario's ``local_rule`` decides, which may be that very
@@ -170,12 +171,15 @@ class PoolServe:
         return scaling.replicas_min, scaling.replicas_max
 
     def _wanted(self, low: int, high: int, now_ns: int) -> int:
-        """As ``deployments/scaling.py``: the plan's number, else the local rule's, else what there is; in bounds."""
+        """As ``deployments/scaling.py``: the plan's number, else the local rule's, else what there is; in bounds.
+        A pool without a scaler keeps its number.
+        """
         config = self._ctx.scenario.config
         held = max(low, min(high, self.target))
-        if self.pool.scaler is None or not config.scaling.enabled or config.control.mode is not Mode.ACT:
-            return held
         plan = self._follower.current(now_ns)
+        acting = config.scaling.enabled and config.control.mode is Mode.ACT
+        if self.pool.scaler is None or (plan is None and not acting):
+            return held
         rule = self._ctx.scenario.local_rule
         if rule is not None:
             inflight = None
@@ -209,15 +213,17 @@ class PoolServe:
             self._reconcile(now_ns)
 
     def watch(self, replica: Replica, now_ns: int) -> None:
-        """Check the health of a replica that froze, until it goes on."""
+        """Check the health of a replica that froze or is retired, until it is well again or leaves."""
         self._ctx.queue.at(now_ns + ns(self._ctx.scenario.network.health_period_ms), self._on_health, (replica, 0))
 
     def _on_health(self, now_ns: int, watched: tuple[Replica, int]) -> None:
         replica, failed = watched
-        if replica.frozen_since_ns is None or replica.id not in self.replicas:
+        retired = replica.retired and replica.phase is Phase.READY
+        if not (retired or replica.frozen_since_ns is not None) or replica.id not in self.replicas:
             return
-        failed = failed + 1 if replica.is_stuck(now_ns) else 0
-        if failed and replica.phase is Phase.REFUSING:
+        stuck = replica.is_stuck(now_ns)
+        failed = failed + 1 if stuck or retired else 0
+        if stuck and replica.phase is Phase.REFUSING:
             self.cut(replica, now_ns)
             return
         if failed >= UNHEALTHY_CHECKS and replica.phase is Phase.READY:

@@ -14,10 +14,11 @@ from random import Random
 from typing import Protocol, TypeAlias
 
 from policies.config import PolicyConfig
+from policies.control.levers import LeverLoop
 from policies.control.scaler import Scaler
 from policies.routing.prefix_index import PrefixIndex
 from policies.routing.strategy import RoutingStrategy
-from policies.types import StepCoefficients
+from policies.types import Priority, StepCoefficients
 
 # --- engines ----------------------------------------------------------------------------------------------------------
 
@@ -100,9 +101,19 @@ class EngineProfile:
     reserve_full_prompt: bool = True
     """A request is admitted only when its whole prompt fits into the free KV blocks, not just the first chunk: vLLM's
     ``scheduler_reserve_full_isl``, on by default in 0.29."""
+    speculative_depth: int = 0
+    """Start-up depth of its drafts; 0: it does not speculate. How many come true is each request's."""
     async_scheduling: bool = False
     """Steps are composed while the one before runs, so that what arrives or ends in a step counts from the next but
     one: vLLM's default on GPUs, off on CPUs."""
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks of one replica's KV cache. ``ValueError``: it holds none, or no sequence may run."""
+        blocks = self.kv_tokens // max(1, self.block_tokens)
+        if blocks < 1 or self.running_seqs_max < 1 or self.step_tokens_max < 1:
+            raise ValueError(f"profile {self.name}: kv_tokens, running_seqs_max and step_tokens_max must be positive")
+        return blocks
 
     @property
     def usd_per_hour(self) -> float:
@@ -138,6 +149,13 @@ class SimRequest:
     task_last: bool = True
     """The task is over when this request is."""
     stream: bool = True
+    priority: Priority = Priority.STANDARD
+    deadline_ms: float | None = None
+    """From the client's sending to the whole answer, told to the gateway."""
+    task_header: bool = False
+    """The client tells the gateway which task the request is of."""
+    draft_acceptance: float | None = None
+    """Chance of each token drafted for its answer to be kept when those before it were; ``None``: none is drafted."""
 
 
 class Source(Protocol):
@@ -218,9 +236,11 @@ class Fault:
 
     ``kill``: a replica dies and Serve replaces it; ``slow``: its steps take ``factor`` times as long for ``duration``;
     ``freeze``: it makes no step for ``duration`` and looks healthy; ``mute``: its samples and reports stop for
-    ``duration``; ``refuse``: it refuses connections for ``duration``; ``controller``: no controller for ``duration``,
-    then a new one that knows nothing; ``gateway_blind``: gateways get no samples for ``duration``; ``start_fail``:
-    starts that begin within ``duration`` fail and are tried again.
+    ``duration``; ``refuse``: it refuses connections for ``duration``; ``unavailable``: its server answers 503 for
+    ``duration``; ``errors``: its engine answers 500 to what comes within ``duration``; ``controller``: no controller
+    for ``duration``, then a new one that knows nothing; ``gateway_blind``: gateways get no samples for ``duration``;
+    ``start_fail``: starts that begin within ``duration`` fail and are tried again; ``flush``: its prefix cache is
+    emptied and gateways do not know.
     """
 
     kind: str
@@ -239,6 +259,9 @@ RouterFactory: TypeAlias = Callable[[PolicyConfig, PrefixIndex, Random], Routing
 ScalerFactory: TypeAlias = Callable[[PolicyConfig], Scaler]
 """Makes the scaler of one pool."""
 
+LeversFactory: TypeAlias = Callable[[PolicyConfig], Sequence[LeverLoop]]
+"""Makes more levers for each life of one pool's controller."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pool:
@@ -252,6 +275,8 @@ class Pool:
     """Serve's ``max_ongoing_requests``: a replica with as many refuses more, and routers that respect it wait."""
     scaler: ScalerFactory | None = None
     """``None``: the number is fixed."""
+    levers: LeversFactory | None = None
+    """More levers for the pool's controller, such as one that does harm on purpose."""
 
 
 @dataclass(frozen=True, slots=True)

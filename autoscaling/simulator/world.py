@@ -23,6 +23,7 @@ from autoscaling.simulator.replica import Phase
 from autoscaling.simulator.serve import PoolServe
 from autoscaling.simulator.spec import Pool, Scenario
 from policies.events import Finish
+from policies.routing.sample import Sample
 from policies.types import Decision, Histogram, ReplicaId
 
 
@@ -125,7 +126,7 @@ class World:
         self._faults = Faults(ctx, self._pools, self._controllers, self._on_blind)
         self._blind_until_ns = 0
         self._itl_turn = 0
-        self._stats: dict[ReplicaId, dict[str, object]] = {}
+        self._stats: dict[ReplicaId, Sample] = {}
 
     @property
     def now_ns(self) -> int:
@@ -219,7 +220,7 @@ class World:
         queue, delays = self._ctx.queue, self._ctx.delays
         queue.at(now_ns + delays.stats, self._collect)
         last, counters = self._stats, self._ctx.counters
-        stats: dict[ReplicaId, dict[str, object]] = {}
+        stats: dict[ReplicaId, Sample] = {}
         for replica in self._pools[0].running():
             if replica.phase is Phase.READY and now_ns >= replica.muted_until_ns:
                 stats[replica.id] = replica.routing_stats(now_ns)

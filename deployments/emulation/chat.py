@@ -96,6 +96,7 @@ def rules_of(body: Sampling, asked: int | None, prompt_tokens: int, settings: Em
         ignore_end=body.ignore_eos,
         json_object=(form is not None and form.type != "text") or structured.get("json") is not None,
         words=settings.text,
+        repeat_marker=settings.repeat_marker,
         engine_seed=settings.seed,
         request_seed=body.seed,
     )

@@ -238,6 +238,9 @@ def check_engine(p: Mapping[str, Any]) -> None:
 
 def _check_grammar(structured: Any, schema: Any) -> None:
     structured = structured if isinstance(structured, dict) else {}
+    if structured.get("json_object") is False:
+        why = "omit structured_outputs to disable structured outputs"
+        raise refused(f"structured_outputs.json_object must be True if set; {why}")
     if structured.get("json") == "":
         raise refused("structured_outputs.json cannot be an empty string")
     grammar = structured.get("grammar")

@@ -27,6 +27,8 @@ def parse(raw: Any, model: str, settings: EmulatedSettings, job_id: str, created
     except ValidationError as error:
         raise invalid_body(error) from None
     checks.check_model(body.model, model)
+    if body.max_tokens is None:
+        body.max_tokens = CompletionBody.model_fields["max_tokens"].default
     if body.suffix is not None:
         raise refused("suffix is not currently supported")
     prompts = [truncated(prompt, body) for prompt in _prompts(body, settings.context_tokens_max)]

@@ -1,6 +1,6 @@
 """The emulated engine's core: an event loop over steps that last as long as the step model says.
 
-    step_ms = (a + b*running + c*kv_tokens/1000 + d*prefill_tokens) * jitter * slow_factor
+    step_ms = (a + b*running + c*kv_tokens/1000 + d*(prefill_tokens + draft_tokens)) * jitter * slow_factor
 
 ``running`` are the sequences of the step, ``kv_tokens`` what the cache held when it began. A step that follows another
 begins when that one was due to end, so that a timer or a busy event loop that is late by up to :data:`LATE_NS_MAX` does
@@ -20,16 +20,19 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from deployments.clock import now_ns
 from deployments.emulation.blocks import BlockPool
+from deployments.emulation.drafts import LiveDepth
 from deployments.emulation.faults import DIE_EXIT_CODE, FaultBoard
 from deployments.emulation.scheduler import Scheduler, Sequence, StepPlan
-from deployments.knobs import EngineGauges, EngineShared, StepRecord
+from deployments.knobs import EngineGauges, EngineShared, StepRecord, sizes_within
 from deployments.settings import EmulatedSettings
+from policies.speculation import NO_EXPLORATION, Bounds
 from policies.step_model import predict_step_ms
 from policies.types import Knobs, StepCoefficients
 
@@ -81,6 +84,8 @@ class CoreCounters:
     """Totals since the start, beside those of the gauges."""
 
     steps: int = 0
+    requests: int = 0
+    """Generating requests that came, those refused included: what attempts cost an engine."""
     finished: int = 0
     aborted: int = 0
     prompt_tokens: int = 0
@@ -132,6 +137,8 @@ class EngineCore:
         self._work = _Work()
         self._wake = asyncio.Event()
         self._limits = (settings.running_seqs_max, settings.step_tokens_max)
+        self._knobs = Knobs()
+        self._depth = LiveDepth(settings.speculative_depth)
         self._end_ns: int | None = None
         """When the last step ended, while work goes on without a pause."""
         faults.listen(self.wake)
@@ -204,7 +211,8 @@ class EngineCore:
     async def _step(self) -> None:
         start_ns = self._end_ns or now_ns()
         self._limits = self._read_limits()
-        plan = self.scheduler.schedule(*self._limits)
+        depth = self._depth.begin(self._knobs.speculative_depth, self._bounds(), len(self.scheduler.running))
+        plan = self.scheduler.schedule(*self._limits, depth)
         if not plan.parts:
             self._end_ns = None
             await asyncio.sleep(EMPTY_STEP_S)
@@ -212,35 +220,53 @@ class EngineCore:
         self._publish()
         due_ns = start_ns + round(self.step_ms(plan) * 1e6)
         await asyncio.sleep(max(0, due_ns - now_ns()) / 1e9)
-        self._deliver(plan)
+        accepted = self.scheduler.accepted_total
+        tokens = self._deliver(plan)
         self._work.progress_ns = at_ns = now_ns()
         self._end_ns = due_ns if at_ns - due_ns <= LATE_NS_MAX else at_ns
         self.counters.steps += 1
         self.counters.prompt_tokens += plan.prefill_tokens
+        if not plan.prefill_tokens:
+            self._depth.ran(depth, plan.decode_seqs, tokens, (self._end_ns - start_ns) / 1e6)
         if self._shared is not None:
-            self._shared.append_step(self._record(plan, start_ns, self._end_ns))
+            record = self._record(plan, start_ns, self._end_ns)
+            if self._depth.hard:
+                accepted = self.scheduler.accepted_total - accepted
+                drafted = plan.draft_tokens
+                record = replace(
+                    record, output_tokens=tokens, depth=depth, draft_tokens=drafted, accepted_tokens=accepted
+                )
+            self._shared.append_step(record)
         self._settle()
 
     def step_ms(self, plan: StepPlan) -> float:
         """Duration of a step in ms; draws the jitter."""
         jitter = 1 + self.settings.step.jitter_share * self._rng.uniform(-1, 1)
-        ms = predict_step_ms(self._law, len(plan.parts), plan.kv_tokens, plan.prefill_tokens)
+        computed = plan.prefill_tokens + plan.draft_tokens
+        ms = predict_step_ms(self._law, len(plan.parts), plan.kv_tokens, computed)
         return ms * jitter * self.faults.now.slow_factor
 
-    def _deliver(self, plan: StepPlan) -> None:
-        for seq, _token in self.scheduler.finish(plan):
+    def _deliver(self, plan: StepPlan) -> int:
+        """Hand out the tokens of a step; returns how many there were."""
+        written = self.scheduler.finish(plan)
+        left = Counter(id(seq) for seq, _token in written)
+        for seq, _token in written:
+            left[id(seq)] -= 1
             owner = self._work.owners.get(id(seq))
             if owner is None:
                 continue
             generation, index = owner
+            count = seq.output_tokens - left[id(seq)]
+            last = seq.finished and not left[id(seq)]
             self.counters.generated_tokens += 1
             self.counters.tokens_after_abort += generation.left
-            if generation.hit and self._play(generation, index, seq.output_tokens):
+            if generation.hit and self._play(generation, index, count):
                 continue
-            generation.events.put_nowait(Event("token", index, seq.output_tokens, seq.finished))
-            if seq.finished:
+            generation.events.put_nowait(Event("token", index, count, last))
+            if last:
                 del self._work.owners[id(seq)]
                 self.counters.finished += 1
+        return len(written)
 
     def _play(self, generation: Generation, index: int, count: int) -> bool:
         """Play a request's fault before its ``count``-th token; True when the request ended with it."""
@@ -256,11 +282,12 @@ class EngineCore:
 
     def _read_limits(self) -> tuple[int, int]:
         """Running sequences and token budget for the next step, from the knobs within what is possible."""
-        knobs = self._shared.read_knobs() if self._shared is not None else Knobs()
-        hard_seqs, hard_tokens = self.settings.running_seqs_max, self.settings.step_tokens_max
-        seqs = hard_seqs if knobs.running_seqs_max is None else min(knobs.running_seqs_max, hard_seqs)
-        tokens = hard_tokens if knobs.step_tokens_max is None else min(knobs.step_tokens_max, hard_tokens)
-        return max(1, len(self.scheduler.running), seqs), max(STEP_TOKENS_MIN, tokens)
+        knobs = self._knobs = self._shared.read_knobs() if self._shared is not None else Knobs()
+        seqs, tokens = self.settings.running_seqs_max, self.settings.step_tokens_max
+        return sizes_within(knobs, seqs, tokens, STEP_TOKENS_MIN, len(self.scheduler.running))
+
+    def _bounds(self) -> Bounds:
+        return self._shared.bounds if self._shared is not None else NO_EXPLORATION
 
     # --- signals ------------------------------------------------------------------------------------------------------
 
@@ -289,7 +316,8 @@ class EngineCore:
             step_tokens_hard=settings.step_tokens_max,
             running_seqs_now=self._limits[0],
             step_tokens_now=self._limits[1],
-            speculative_depth_now=None,
+            speculative_depth_now=self._depth.asked,
+            speculative_depth_hard=self._depth.hard,
             finished_total=self.counters.finished,
             aborted_total=self.counters.aborted,
             preemptions_total=scheduler.preemptions_total,
@@ -297,6 +325,7 @@ class EngineCore:
             prefix_hit_tokens_total=scheduler.prefix_hit_tokens_total,
             progress_ns=self._work.progress_ns,
             work_since_ns=self._work.since_ns,
+            step_tokens_floor=STEP_TOKENS_MIN,
         )
 
     def _publish(self) -> None:

@@ -115,6 +115,7 @@ class EngineApp:
 
     async def _run(self, view: View, receive: Receive, send: Send) -> None:
         job, core = view.job, self._core
+        core.counters.requests += 1
         if core.faults.now.kind == "unavailable" and core.faults.hits(job.prompt_text):
             raise ApiError(503, "ServiceUnavailableError", "The engine takes no requests.")
         try:

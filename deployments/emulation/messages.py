@@ -31,7 +31,7 @@ def parse(raw: Any, model: str, settings: EmulatedSettings, job_id: str, created
     checks.check_sampling({"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stop": stop})
     rules = AnswerRules(
         tokens_max=min(body.max_tokens, settings.context_tokens_max - len(prompt)),
-        stop=stop, words=settings.text, engine_seed=settings.seed,
+        stop=stop, words=settings.text, repeat_marker=settings.repeat_marker, engine_seed=settings.seed,
     )  # fmt: skip
     job = Job(
         f"chatcmpl-{job_id}", created, model, [prompt], [make_answer(prompt, rules)], [0], text,

@@ -57,6 +57,7 @@ def parse(raw: Any, model: str, settings: EmulatedSettings, job_id: str, created
         ignore_end=body.ignore_eos,
         json_object=form.get("type") in ("json_object", "json_schema"),
         words=settings.text,
+        repeat_marker=settings.repeat_marker,
         engine_seed=settings.seed,
         request_seed=body.seed,
     )

@@ -2,7 +2,7 @@
 
 One step, within ``step_tokens`` tokens:
 
-1. running sequences that decode, one token each, oldest first;
+1. running sequences that decode, one token and its drafts each, oldest first;
 2. running sequences still in their prompt, as many tokens as the budget leaves (chunked prefill);
 3. while nothing was preempted in this step and fewer than ``running_seqs`` run: waiting ones, oldest first, after their
    prompt was looked up in the prefix cache. At least the last prompt token is always computed.
@@ -11,15 +11,19 @@ A sequence whose next block does not fit preempts the youngest running one, whic
 head of the queue and later computes prompt and output again (recompute). Source: vLLM 0.29,
 ``vllm/v1/core/sched/scheduler.py``.
 
+Drafts that come true are kept, up to the first that does not; the token after them is the step's own.
+
 Pure: no time, no input or output. The caller bounds the queue (``waiting_max``).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deployments.emulation.blocks import BlockPool, block_hashes
+from deployments.emulation.drafts import Drafter
 
 
 @dataclass(slots=True, eq=False)
@@ -42,11 +46,34 @@ class Sequence:
     hashes: list[int] = field(default_factory=list)
     remembered: int = 0
     """Blocks already offered to the prefix cache since the last admission."""
+    drafter: Drafter | None = None
+    """Made with its first draft."""
 
     @property
     def total_tokens(self) -> int:
         """Prompt and output so far."""
         return len(self.prompt) + self.output_tokens
+
+    def draft(self, depth: int) -> list[int]:
+        """Drafts for its next step; never beyond its answer, as no engine drafts beyond a context."""
+        if depth < 1:
+            return []
+        if self.drafter is None:
+            self.drafter = Drafter([*self.prompt, *self.answer[: self.output_tokens]])
+        return self.drafter.propose(min(depth, len(self.answer) - self.output_tokens - 1))
+
+    def write(self, count: int) -> list[int]:
+        """Take the next ``count`` tokens of its answer."""
+        tokens = self.answer[self.output_tokens : self.output_tokens + count]
+        self.output_tokens += len(tokens)
+        if self.drafter is not None:
+            self.drafter.add(tokens)
+        return tokens
+
+    def accepted(self, drafts: list[int]) -> int:
+        """How many of ``drafts`` come true, up to the first that does not."""
+        due = self.answer[self.output_tokens : self.output_tokens + len(drafts)]
+        return next((i for i, (a, b) in enumerate(zip(drafts, due, strict=True)) if a != b), len(drafts))
 
     @property
     def decoding(self) -> bool:
@@ -64,6 +91,13 @@ class StepPlan:
     kv_tokens: int
     """KV tokens held when the step began, in whole blocks."""
     preempted: int
+    drafts: Mapping[int, list[int]] = field(default_factory=dict)
+    """Draft tokens to verify, by ``id`` of their sequence."""
+
+    @property
+    def draft_tokens(self) -> int:
+        """Draft tokens the step verifies."""
+        return sum(map(len, self.drafts.values()))
 
 
 class Scheduler:
@@ -78,6 +112,8 @@ class Scheduler:
         self.preemptions_total = 0
         self.prefix_query_tokens_total = 0
         self.prefix_hit_tokens_total = 0
+        self.accepted_total = 0
+        """Draft tokens that came true."""
 
     @property
     def has_work(self) -> bool:
@@ -110,9 +146,10 @@ class Scheduler:
         seq.blocks = []
         seq.finished = True
 
-    def schedule(self, running_seqs: int, step_tokens: int) -> StepPlan:
-        """Choose what the next step computes and take the blocks it needs."""
+    def schedule(self, running_seqs: int, step_tokens: int, depth: int = 0) -> StepPlan:
+        """Choose what the next step computes and take the blocks it needs; ``depth`` is that of its drafts."""
         parts: dict[int, tuple[Sequence, int]] = {}
+        drafts: dict[int, list[int]] = {}
         kv_tokens, before, prefill, decodes = self.pool.used_tokens, self.preemptions_total, 0, 0
         budget = step_tokens
         for seq in [*(s for s in self.running if s.decoding), *(s for s in self.running if not s.decoding)]:
@@ -121,16 +158,20 @@ class Scheduler:
             if seq not in self.running:
                 continue
             count = min(seq.total_tokens - seq.computed_tokens, budget)
-            if not self._make_room(seq, count, parts):
+            drafted = seq.draft(min(depth, budget - count)) if seq.decoding else []
+            if not self._make_room(seq, count + len(drafted), parts):
                 continue
             parts[id(seq)] = (seq, count)
-            budget -= count
+            if drafted:
+                drafts[id(seq)] = drafted
+            budget -= count + len(drafted)
         if self.preemptions_total == before:
             self._admit(running_seqs, budget, parts)
         for seq, count in parts.values():
             decodes += seq.decoding
             prefill += 0 if seq.decoding else count
-        return StepPlan(list(parts.values()), prefill, decodes, kv_tokens, self.preemptions_total - before)
+        drafts = {key: drafted for key, drafted in drafts.items() if key in parts}
+        return StepPlan(list(parts.values()), prefill, decodes, kv_tokens, self.preemptions_total - before, drafts)
 
     def finish(self, plan: StepPlan) -> list[tuple[Sequence, int]]:
         """Book the step's work. Returns (sequence, token) for each that got a token; ended ones are taken out."""
@@ -138,13 +179,15 @@ class Scheduler:
         for seq, count in plan.parts:
             if seq.finished:
                 continue
+            accepted = seq.accepted(plan.drafts.get(id(seq), []))
+            self.accepted_total += accepted
             seq.computed_tokens += count
-            self._remember(seq)
             if seq.computed_tokens < seq.total_tokens:
+                self._remember(seq)
                 continue
-            token = seq.answer[seq.output_tokens]
-            seq.output_tokens += 1
-            out.append((seq, token))
+            out += [(seq, token) for token in seq.write(1 + accepted)]
+            seq.computed_tokens += accepted
+            self._remember(seq)
             if seq.output_tokens == len(seq.answer):
                 self.remove(seq)
         return out

@@ -9,8 +9,14 @@ Vocabulary::
 Text is cut from its start, so a longer prompt shares all tokens but perhaps the last with its own prefix. Every text
 becomes bytes and back without loss; :class:`TextDecoder` holds back bytes that end in the middle of a character.
 
-:func:`write_text` is the language model: words drawn by a generator seeded from the prompt's tokens. Equal prompts give
-equal answers in every process, which is what lets tests compare replicas.
+The language model writes words drawn by a generator. Its seed is a hash of the tokens before the answer, so equal
+prompts give equal answers in every process, which is what lets tests compare replicas. And it is autoregressive, as a
+real one:
+
+    answer(prompt + answer(prompt)[:k]) == answer(prompt)[k:]
+
+:func:`answer_start` finds where in a prompt an answer began: at the first place whose answer begins with all that
+follows it. Adding tokens of that answer does not move the place, and removing some does not make an earlier one fit.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import codecs
 import json
 import random
 import re
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -26,6 +33,7 @@ import xxhash
 
 END_OF_TEXT, MESSAGE_START, MESSAGE_END = 0, 1, 2
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_ID_BYTES = 4
 _BYTE_0 = len(SPECIAL)
 _CHUNK_0 = _BYTE_0 + 256
 _CHARS = "\n" + "".join(chr(c) for c in range(32, 127))
@@ -35,7 +43,7 @@ VOCABULARY = _CHUNK_0 + _BASE**CHUNK_CHARS - 1
 """Number of token ids; the first one that does not exist."""
 _DIGIT = {char: i + 1 for i, char in enumerate(_CHARS)}
 _PIECES = re.compile(r"[\n -~]{1,4}|[^\n -~]")
-CHAT_TOKENS_MAX_CACHED = 4_096
+TOKENS_MAX_CACHED = 16_384
 
 LOREM = (
     "lorem ipsum dolor sit amet consectetur adipiscing elit sed do eiusmod tempor incididunt ut labore et dolore magna "
@@ -45,7 +53,7 @@ ANSWER_TOKENS_MIN, ANSWER_TOKENS_MAX = 24, 200
 """An answer that nothing else ends has a length in this range, drawn with its text."""
 
 
-@lru_cache(maxsize=CHAT_TOKENS_MAX_CACHED)
+@lru_cache(maxsize=TOKENS_MAX_CACHED)
 def _chunk_id(chunk: str) -> int:
     number = 0
     for char in chunk:
@@ -64,6 +72,7 @@ def encode(text: str) -> list[int]:
     return ids
 
 
+@lru_cache(maxsize=TOKENS_MAX_CACHED)
 def token_bytes(token: int) -> bytes:
     """Bytes of one token; special tokens give their name, ids beyond the vocabulary nothing."""
     if token < _BYTE_0:
@@ -117,30 +126,73 @@ def encode_chat(messages: Sequence[tuple[str, str]], generation_prompt: bool = T
     return ids
 
 
-def prompt_seed(prompt: Sequence[int], engine_seed: int, request_seed: int | None, choice: int) -> int:
-    """Seed of one answer: the prompt, the engine's seed, and where given the request's seed and choice index."""
-    text = f"{engine_seed}/{request_seed}/{choice}/" + ",".join(map(str, prompt))
-    return xxhash.xxh64_intdigest(text.encode())
+def word_pool(words: str) -> list[str]:
+    """Words of a text; ``lorem`` stands for the usual ones."""
+    return LOREM.split() if words == "lorem" else words.split() or [words]
 
 
-def write_text(seed: int, words: str, tokens_max: int, ends: bool = True, json_object: bool = False) -> list[int]:
-    """Tokens of the answer with this ``seed``: its natural length where it ``ends``, else ``tokens_max`` tokens.
+def answer_key(engine_seed: int, request_seed: int | None, choice: int) -> int:
+    """What beside the prompt makes an answer: the engine's seed, where given the request's, the choice's index."""
+    return xxhash.xxh64_intdigest(f"{engine_seed}/{request_seed}/{choice}".encode())
 
-    ``words`` are what it is made of, ``lorem`` stands for the usual words. ``json_object`` puts them into one object.
-    """
+
+def answer_seed(tokens: Sequence[int], key: int) -> int:
+    """Seed of the answer that begins after ``tokens``."""
+    return xxhash.xxh64_intdigest(array("I", tokens).tobytes(), key)
+
+
+def answer_start(prompt: Sequence[int], key: int, pool: list[str]) -> tuple[int, int]:
+    """Where in ``prompt`` an answer began, and its seed; at the prompt's end unless that is the start of an answer."""
+    alphabet = frozenset(" ".join(["", *pool]).encode())
+    at = len(prompt)
+    while at and prompt[at - 1] >= _BYTE_0 and alphabet.issuperset(token_bytes(prompt[at - 1])):
+        at -= 1
+    raw = memoryview(array("I", prompt).tobytes())
+    hasher = xxhash.xxh64(raw[: at * _ID_BYTES], key)
+    tail = b"".join(map(token_bytes, prompt[at:]))
+    encoded = [word.encode() for word in pool]
+    skipped = 0
+    for place in range(at, len(prompt)):
+        seed = hasher.intdigest()
+        first = encoded[seed % len(encoded)]
+        shown = tail[skipped : skipped + len(first)]
+        if first.startswith(shown) and _is_stream(prompt[place:], seed, pool):
+            return place, seed
+        hasher.update(raw[place * _ID_BYTES : (place + 1) * _ID_BYTES])
+        skipped += len(token_bytes(prompt[place]))
+    return len(prompt), hasher.intdigest()
+
+
+def _is_stream(tokens: Sequence[int], seed: int, pool: list[str]) -> bool:
+    few = 4  # most places differ at once
+    return list(tokens[:few]) == write_tokens(seed, pool, min(few, len(tokens))) and (
+        list(tokens) == write_tokens(seed, pool, len(tokens))
+    )
+
+
+def natural_length(seed: int) -> int:
+    """Tokens of the answer with this ``seed`` when nothing else ends it."""
+    return ANSWER_TOKENS_MIN + seed // 7 % (ANSWER_TOKENS_MAX - ANSWER_TOKENS_MIN + 1)
+
+
+def write_tokens(seed: int, pool: list[str], count: int) -> list[int]:
+    """The first ``count`` tokens of the endless answer with this ``seed``."""
+    return encode(_write(seed, pool, count * CHUNK_CHARS + 1))[:count]
+
+
+def write_json(seed: int, pool: list[str]) -> list[int]:
+    """An answer that is one JSON object."""
+    chars = natural_length(seed) * CHUNK_CHARS
+    text = _write(seed, pool, chars)[: chars - 16]
+    return encode(json.dumps({"text": text.rstrip()}))
+
+
+def _write(seed: int, pool: list[str], bytes_min: int) -> str:
+    """Words, at least ``bytes_min`` bytes of them; the first is the seed's, the rest a generator's."""
     rng = random.Random(seed)
-    pool = LOREM.split() if words == "lorem" else words.split() or [words]
-    length = rng.randint(ANSWER_TOKENS_MIN, ANSWER_TOKENS_MAX)
-    if not ends:
-        length = tokens_max
-    chars = length * CHUNK_CHARS
-    parts: list[str] = []
-    have = 0
-    while have < chars:
+    parts = [pool[seed % len(pool)]]
+    have = len(parts[0].encode())
+    while have < bytes_min:
         parts.append(rng.choice(pool))
         have += len(parts[-1].encode()) + 1
-    text = " ".join(parts)
-    if json_object:
-        return encode(json.dumps({"text": text[: chars - 16].rstrip()}))
-    ids = encode(text)
-    return ids[:length] if len(ids) >= length else ids
+    return " ".join(parts)

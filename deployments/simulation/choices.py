@@ -23,14 +23,18 @@ from policies.config import PolicyConfig
 
 T = TypeVar("T")
 
-FAMILIES = tuple(f.name for f in fields(PolicyConfig))
+FAMILIES = tuple(f.name for f in fields(PolicyConfig) if f.name in Settings.model_fields)
 """Sections of the settings that decide something; the others describe a machine."""
 
-FAULT_KINDS = ("kill", "slow", "freeze", "mute", "refuse", "controller", "gateway_blind", "start_fail")
+FAULT_KINDS = (
+    "kill", "slow", "freeze", "mute", "refuse", "unavailable", "errors", "controller", "gateway_blind", "start_fail",
+    "flush",
+)  # fmt: skip
 
 FAULT_KEYS = {
     "kill": ("replica",), "slow": ("for", "factor", "replica"), "freeze": ("for", "replica"),
     "mute": ("for", "replica"), "refuse": ("for", "replica"),
+    "unavailable": ("for", "replica"), "errors": ("for", "replica"), "flush": ("replica",),
 }  # fmt: skip
 """Keys of the kinds that have others than ``for`` alone."""
 
@@ -57,7 +61,7 @@ def policy_settings(config: Path | None, changes: Sequence[str], recorded: Polic
     base = _settings_of(config).policy_config() if config else recorded or PolicyConfig()
     if not changes:
         return base
-    args: dict[str, Any] = to_jsonable_python(base)
+    args: dict[str, Any] = {name: v for name, v in to_jsonable_python(base).items() if name in FAMILIES}
     for change in changes:
         path, value = _change(change)
         place: dict[str, Any] = args
@@ -65,7 +69,7 @@ def policy_settings(config: Path | None, changes: Sequence[str], recorded: Polic
             inner = place.get(name)
             place[name] = place = dict(inner) if isinstance(inner, dict) else {}
         place[path[-1]] = value
-    return Settings.load(args).policy_config()
+    return replace(Settings.load(args).policy_config(), gateways=base.gateways)
 
 
 def _settings_of(config: Path) -> Settings:

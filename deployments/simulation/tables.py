@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from io import StringIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -212,10 +211,3 @@ def _table(first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
     return table
-
-
-def plain_text(table: Table) -> str:
-    """Return a table as a terminal without colours would show it."""
-    buffer = StringIO()
-    Console(file=buffer, width=PIPE_COLUMNS, highlight=False).print(table)
-    return buffer.getvalue()

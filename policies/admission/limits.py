@@ -39,14 +39,21 @@ class Admission:
 
         :raises ValueError: the id is in flight already. Ids are the server's own, so this is a programming error.
         """
+        refusal = self.refusal(request)
+        if refusal is None:
+            self.admit(request)
+        return refusal
+
+    def refusal(self, request: Request) -> Reason | None:
+        """Why the request does not fit now; ``None``: it does. ``ValueError`` for an id in flight."""
         if request.request_id in self._tokens_of:
             raise ValueError(f"request {request.request_id} is admitted already")
-        tokens = request_tokens(self._config, request)
-        refusal = self._refusal(tokens)
-        if refusal is None:
-            self._tokens_of[request.request_id] = tokens
-            self._tokens += tokens
-        return refusal
+        return self._refusal(request_tokens(self._config, request))
+
+    def admit(self, request: Request) -> None:
+        """Take the request into account."""
+        tokens = self._tokens_of[request.request_id] = request_tokens(self._config, request)
+        self._tokens += tokens
 
     def release(self, request_id: str) -> None:
         """Give the request's share back. Unknown ids, and a second release, change nothing."""

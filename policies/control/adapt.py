@@ -1,10 +1,9 @@
-"""Adapt: joins the levers of one tick into one set of wishes, and drafts what the ledger should say.
+"""Adapt: asks the levers of one tick and answers with one set of wishes and the moves that lead there.
 
-Cheapest lever first: routing (affinity strength), then batch (knobs per replica), then scale. Each lever keeps its own
-history and answers with a value and a reason; this module asks them in that order, drops what is switched off, and
-drafts an entry for every change and for every notable hold (blind, partly blind, bounded) when it begins.
-
-It must not act, and it must not compute a lever's value itself. When blind it holds everything: the last wishes stand.
+Levers are asked in the order of what they cost (``levers.py``). With ``control.joint`` their moves are weighed against
+each other and the number of replicas by its predicted objective (``joint.py``, ``fleet_model.py``); without it each
+acts on its own. It must not act, and it must not compute a lever's value itself. When blind it holds everything: the
+last wishes stand.
 """
 
 from __future__ import annotations
@@ -12,130 +11,172 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from policies.affinity import AffinityLoop
-from policies.batching import BatchMove, BatchTuner
 from policies.config import PolicyConfig
 from policies.control.detect import Condition
-from policies.control.ledger import Draft
-from policies.control.scaler import ScaleAdvice, Scaler
+from policies.control.joint import Joint
+from policies.control.levers import (
+    BOUND,
+    FORECAST,
+    SHED,
+    STRENGTH,
+    TARGET,
+    AffinityLever,
+    BatchLever,
+    LeverLoop,
+    LeverView,
+    SpeculationLever,
+    knobs_of,
+)
+from policies.control.levers_model import AdmissionLever, ReplicasLever
+from policies.control.moves import Move, Place, Value, Wishes
+from policies.control.objective import ObjectiveSample
+from policies.control.scaler import Reconfigurable, ScaleAdvice, Scaler
 from policies.control.signals import Signals
+from policies.steering import AdmissionKnobs
 from policies.types import GatewayReport, Knobs, ReplicaId, ReplicaReport
-
-HOLD_REPEAT_NS = 60_000_000_000
-"""The same hold of the same lever is written again at most this often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adaptation:
-    """Wishes of one tick and drafts for the ledger."""
+    """What should stand after one tick, and what changes for it."""
 
-    replicas_target: int | None
-    affinity_strength: float | None
-    knobs: Mapping[ReplicaId, Knobs]
-    drafts: tuple[Draft, ...]
+    wishes: Wishes
+    """A value for every place of every lever that is switched on."""
+    moves: tuple[Move, ...]
+    """Changes, and holds worth knowing, cheapest lever first."""
     advice: ScaleAdvice | None
+
+    @property
+    def replicas_target(self) -> int | None:
+        """The wish for the number of replicas."""
+        value = self.wishes.get(TARGET)
+        return None if value is None else int(value)
+
+    @property
+    def affinity_strength(self) -> float | None:
+        """The wish for the affinity strength."""
+        return self.wishes.get(STRENGTH)
+
+    @property
+    def load_bound(self) -> float | None:
+        """The wish for the bound on a replica's load."""
+        return self.wishes.get(BOUND)
+
+    @property
+    def admission(self) -> AdmissionKnobs:
+        """The wishes for admission."""
+        return AdmissionKnobs(self.wishes.get(FORECAST), self.wishes.get(SHED))
+
+    @property
+    def knobs(self) -> Mapping[ReplicaId, Knobs]:
+        """The wishes for each replica."""
+        return knobs_of(self.wishes)
 
 
 class Adapter:
-    """The levers with their histories."""
+    """The levers, and what stands.
 
-    def __init__(self, config: PolicyConfig, scaler: Scaler) -> None:
-        self._config = config
-        self._scaler = scaler
-        self._affinity = AffinityLoop(config.affinity, config.routing.affinity_strength)
-        self._tuners: dict[ReplicaId, BatchTuner] = {}
-        self._replicas_target: int | None = None
-        self._hold_code: str | None = None
-        self._held_at_ns: dict[str, int] = {}
+    Args:
+        config: which levers there are, and whether they are weighed against each other.
+        scaler: decides the number of replicas, or advises on it.
+        extra: more levers, asked after these; where two want the same place, these win.
+    """
 
-    def receive_replica(self, report: ReplicaReport) -> None:
+    def __init__(self, config: PolicyConfig, scaler: Scaler, extra: Sequence[LeverLoop] = ()) -> None:
+        self._affinity = AffinityLever(config) if config.affinity.enabled else None
+        self._batch = BatchLever(config) if config.batching.enabled else None
+        speculation = SpeculationLever(config) if config.speculation.enabled else None
+        admission = AdmissionLever(config) if config.admission.adaptive else None
+        self._replicas = ReplicasLever(scaler) if config.scaling.enabled else None
+        own: tuple[LeverLoop | None, ...] = (self._affinity, self._batch, speculation, admission, *extra)
+        self._levers: list[LeverLoop] = [lever for lever in own if lever is not None]
+        self._extra = tuple(extra)
+        replaces = self._replicas is not None and self._replicas.overrulable
+        self._joint = Joint(config, replaces=replaces) if config.control.joint else None
+        self._wishes: dict[Place, Value] = {}
+        self._target: int | None = None
+        """Number of replicas that stands."""
+
+    def receive_replica(self, report: ReplicaReport, now_ns: int) -> None:
         """Feed an accepted report to the levers that count between ticks."""
-        self._affinity.receive_replica(report)
+        if self._affinity is not None:
+            self._affinity.receive_replica(report)
+        if self._batch is not None:
+            self._batch.receive_replica(report, now_ns)
 
     def receive_gateway(self, report: GatewayReport) -> None:
         """Feed an accepted report to the levers that count between ticks."""
-        self._affinity.receive_gateway(report)
+        if self._affinity is not None:
+            self._affinity.receive_gateway(report)
 
-    def step(self, signals: Signals, conditions: Sequence[Condition], now_ns: int) -> Adaptation:
+    def step(
+        self, signals: Signals, conditions: Sequence[Condition], sample: ObjectiveSample, now_ns: int
+    ) -> Adaptation:
         """One tick over all levers."""
-        hot_spot = any(c.active for c in conditions if c.name == "hot_spot")
-        drafts: list[Draft] = []
-        strength = self._step_affinity(signals, hot_spot, drafts)
-        knobs = self._step_batch(signals, now_ns, drafts)
-        advice = self._step_replicas(signals, now_ns, drafts)
-        return Adaptation(self._replicas_target, strength, knobs, tuple(drafts), advice)
+        view = LeverView(signals, conditions, frozenset(c.name for c in conditions if c.active), sample)
+        if self._joint is not None:
+            view = self._joint.observe(view, now_ns)
+        moves: list[Move] = []
+        for lever in self._levers:
+            moves.extend(lever.propose(view, now_ns))
+        refused: list[Move] = []
+        if self._joint is not None:
+            moves, refused = self._joint.choose(moves, now_ns)
+        wishes: dict[Place, Value] = {}
+        for lever in self._levers:
+            wishes.update(lever.wishes)
+        if refused:
+            self._take_back(refused, moves, wishes, now_ns)
+        if self._replicas is not None:
+            moves.extend(self._count(self._replicas, view, wishes, now_ns))
+        for lever in self._extra:
+            wishes.update(lever.wishes)
+        self._wishes = wishes
+        advice = self._replicas.advice if self._replicas is not None else None
+        return Adaptation(wishes, tuple(moves), advice)
 
-    def _step_affinity(self, signals: Signals, hot_spot: bool, drafts: list[Draft]) -> float | None:
-        if not self._config.affinity.enabled:
-            return None
-        if not signals.blind:
-            move = self._affinity.step(hot_spot)
-            if move.changed:
-                before, after = {"affinity_strength": move.before}, {"affinity_strength": move.after}
-                drafts.append(Draft("affinity", signals.model, before, after, move.reason, move.inputs))
-        return self._affinity.strength
+    def _take_back(
+        self, refused: Sequence[Move], made: Sequence[Move], wishes: dict[Place, Value], now_ns: int
+    ) -> None:
+        """Levers whose moves are not made, or not in full, go on from where they are."""
+        for move in refused:
+            wishes.update(move.before)
+        for move in made:
+            wishes.update(move.after)
+        for lever in self._levers:
+            lever.adopt(wishes, now_ns)
 
-    def _step_batch(self, signals: Signals, now_ns: int, drafts: list[Draft]) -> dict[ReplicaId, Knobs]:
-        if not self._config.batching.enabled:
-            return {}
-        tuners, self._tuners = self._tuners, {}
-        for replica in signals.replicas:
-            replica_id = replica.latest.replica_id
-            tuner = tuners.get(replica_id)
-            if tuner is None:
-                tuner = BatchTuner(self._config.batching, self._config.objectives)
-            self._tuners[replica_id] = tuner
-            if replica.fresh:
-                move = tuner.step(replica.window, now_ns)
-                if move.changed:
-                    drafts.append(_batch_draft(replica_id, move))
-        return {replica_id: tuner.wish for replica_id, tuner in self._tuners.items()}
+    def _count(
+        self, replicas: ReplicasLever, view: LeverView, wishes: dict[Place, Value], now_ns: int
+    ) -> Sequence[Move]:
+        """The number of replicas: the scaler's, or the joint one where the scaler can go on from another."""
+        moves = replicas.propose(view, now_ns)
+        if self._joint is not None and replicas.overrulable and replicas.advice is not None:
+            before = self._target
+            moves = self._joint.count(view, moves, before, replicas.advice, now_ns)
+            if self._joint.target is not None:
+                replicas.adopt({TARGET: self._joint.target}, now_ns)
+            wishes.update(self._joint.wishes)
+        wishes.update(replicas.wishes)
+        target = wishes[TARGET]
+        self._target = None if target is None else int(target)
+        return moves
 
-    def _step_replicas(self, signals: Signals, now_ns: int, drafts: list[Draft]) -> ScaleAdvice | None:
-        if not self._config.scaling.enabled:
-            return None
-        advice = self._scaler.recommend(signals, now_ns)
-        before, after = self._replicas_target, advice.replicas
-        self._replicas_target = after
-        changed = before is not None and after is not None and after != before
-        if changed or self._is_news(advice, signals, now_ns):
-            drafts.append(
-                Draft(
-                    lever="replicas",
-                    target=signals.model,
-                    before={"replicas_target": before},
-                    after={"replicas_target": after},
-                    reason=advice.reason,
-                    inputs=advice.inputs,
-                )
-            )
-        return advice
+    def adopt(self, in_force: Wishes, now_ns: int) -> None:
+        """Tell the levers what stands after the guard rails had their say."""
+        if in_force is self._wishes or in_force == self._wishes:
+            return
+        for lever in self._levers:
+            lever.adopt(in_force, now_ns)
+        if self._joint is not None:
+            self._joint.adopt(in_force)
+        if self._replicas is not None:
+            self._replicas.adopt(in_force, now_ns)
+            target = in_force.get(TARGET, self._target)
+            self._target = None if target is None else int(target)
 
-    def _is_news(self, advice: ScaleAdvice, signals: Signals, now_ns: int) -> bool:
-        """Whether a hold has just begun and was not written lately."""
-        code = advice.reason.code if advice.held else None
-        begun, self._hold_code = code is not None and code != self._hold_code, code
-        anyone = bool(signals.replicas) or signals.gateways_known > 0
-        if code is None or not begun or not anyone:
-            return False
-        last_ns = self._held_at_ns.get(code)
-        if last_ns is not None and now_ns - last_ns < HOLD_REPEAT_NS:
-            return False
-        self._held_at_ns[code] = now_ns
-        return True
-
-
-def _batch_draft(replica_id: ReplicaId, move: BatchMove) -> Draft:
-    return Draft(
-        lever="batch",
-        target=replica_id,
-        before=_knob_values(move.before),
-        after=_knob_values(move.after),
-        reason=move.reason,
-        inputs=move.inputs,
-        predicted=move.predicted,
-    )
-
-
-def _knob_values(knobs: Knobs) -> dict[str, float | int | None]:
-    return {"running_seqs_max": knobs.running_seqs_max, "step_tokens_max": knobs.step_tokens_max}
+    def reconfigure(self, config: PolicyConfig) -> None:
+        """Every lever steers by the objectives of ``config`` from now on."""
+        for lever in (*self._levers, self._replicas, self._joint):
+            if isinstance(lever, Reconfigurable):
+                lever.reconfigure(config)

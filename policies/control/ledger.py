@@ -3,15 +3,19 @@
 An entry is written when something changes (or, in shadow mode, would), and when a change was held back for a reason
 worth knowing. A steady fleet writes nothing. Sequence numbers start at 1 and never repeat within one life of the
 controller, so that a reader can page with :meth:`Ledger.since` and see from a gap that it came too late.
+
+An entry is written twice at most: when it is decided, and when its effect is known (:meth:`Ledger.judge`). What was not
+acted on, what changed nothing and what the guard itself did gets no verdict.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from policies.steering import Alternative, Verdict
 from policies.types import Decision, Reason
 
 
@@ -26,6 +30,8 @@ class Draft:
     reason: Reason
     inputs: Mapping[str, float | int | str | None]
     predicted: Mapping[str, float] = field(default_factory=dict)
+    alternatives: tuple[Alternative, ...] = ()
+    acted: bool = True
 
 
 class Ledger:
@@ -35,8 +41,15 @@ class Ledger:
         self._ring: deque[Decision] = deque(maxlen=decisions_max)
         self._seq = 0
 
-    def write(self, draft: Draft, tick: int, acted: bool) -> Decision:
-        """Give ``draft`` the next sequence number and keep it; the oldest entry goes when the ring is full."""
+    def write(self, draft: Draft, tick: int, at_ns: int = 0, conditions: tuple[str, ...] = ()) -> Decision:
+        """Give ``draft`` the next sequence number and keep it; the oldest entry goes when the ring is full.
+
+        Args:
+            draft: what was decided.
+            tick: number of the tick.
+            at_ns: the controller's clock at the tick.
+            conditions: names of the conditions that were active.
+        """
         self._seq += 1
         entry = Decision(
             seq=self._seq,
@@ -45,12 +58,24 @@ class Ledger:
             target=draft.target,
             before=draft.before,
             after=draft.after,
-            acted=acted,
+            acted=draft.acted,
             reason=draft.reason,
             inputs=draft.inputs,
             predicted=draft.predicted,
+            at_ns=at_ns,
+            conditions=conditions,
+            alternatives=draft.alternatives,
         )
         self._ring.append(entry)
+        return entry
+
+    def judge(self, seq: int, verdict: Verdict, text: str, realised: Mapping[str, float], tick: int) -> Decision | None:
+        """Write the verdict into an entry; ``None`` when it has left the ring already."""
+        index = seq - self._ring[0].seq if self._ring else -1
+        if not 0 <= index < len(self._ring):
+            return None
+        entry = replace(self._ring[index], verdict=verdict, verdict_text=text, realised=realised, judged_tick=tick)
+        self._ring[index] = entry
         return entry
 
     def since(self, seq: int, limit: int) -> list[Decision]:

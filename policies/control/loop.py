@@ -1,23 +1,31 @@
-"""One tick of the controller: sense, detect, adapt, and the plan that comes of it.
+"""One tick of the controller: sense, detect, adapt, guard, and the plan that comes of it.
 
 :func:`tick` is a function of the reports received and the time passed in: the same inputs give the same plan, whatever
 order reports of different senders arrived in. The live controller calls it once per ``tick_ms``; the simulator calls
 the same function.
 
-A plan carries every wish in full, so that a lost message heals with the next one. In shadow mode it carries none, and
-the ledger's entries say ``acted=False``. This module must not do input or output, and must not decide.
+A plan carries all that stands in full, so that a lost message heals with the next one. In shadow mode nothing stands
+but what people set by hand, and the ledger's entries say ``acted=False``. This module must not do input or output, and
+must not decide.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from policies.config import PolicyConfig
+from policies.config import ClassesConfig, ObjectivesConfig, PolicyConfig
 from policies.control.adapt import Adaptation, Adapter
 from policies.control.detect import Condition, Detector
+from policies.control.guard import Guard
+from policies.control.guarded import Guarded
 from policies.control.ledger import Ledger
+from policies.control.levers import STRENGTH, TARGET, LeverLoop
+from policies.control.objective import ObjectiveMeter, ObjectiveSample
+from policies.control.overrides import OverrideBook
 from policies.control.scaler import Scaler
 from policies.control.signals import SignalBook, Signals
+from policies.steering import ANY, AdmissionKnobs, Knob
 from policies.types import Decision, FleetView, GatewayReport, Mode, Plan, ReplicaReport
 
 
@@ -33,6 +41,10 @@ class TickResult:
     signals: Signals
     adaptation: Adaptation
     """Wishes before the mode was applied: in shadow mode the plan has none, this has."""
+    objective: ObjectiveSample
+    """What the objective did since the tick before."""
+    judged: tuple[Decision, ...] = ()
+    """Older entries of the ledger whose verdict was found in this tick."""
 
 
 class ControlState:
@@ -42,15 +54,19 @@ class ControlState:
         config: all families; the loop reads objectives, batching, affinity, scaling, control and the routing bounds.
         scaler: decides the number of replicas.
         epoch: identifies this life of the controller; plans of another epoch may carry any sequence number.
+        levers: more of them, asked after the usual ones; where two want the same place, these win.
     """
 
-    def __init__(self, config: PolicyConfig, scaler: Scaler, epoch: str) -> None:
+    def __init__(self, config: PolicyConfig, scaler: Scaler, epoch: str, levers: Sequence[LeverLoop] = ()) -> None:
         self.config = config
         self.epoch = epoch
         self.ledger = Ledger(config.control.decisions_max)
         self.book = SignalBook(config.control)
         self.detector = Detector(config)
-        self.adapter = Adapter(config, scaler)
+        self.adapter = Adapter(config, scaler, levers)
+        self.objective = ObjectiveMeter(config.prices)
+        self.overrides = OverrideBook(config.guard)
+        self.guard = Guard(config, self.overrides)
         self.ticks = 0
         self.last: TickResult | None = None
 
@@ -58,7 +74,7 @@ class ControlState:
         """Take a replica's report; ``False`` when it was a duplicate, made no sense, or there was no room."""
         accepted = self.book.receive_replica(report, now_ns)
         if accepted:
-            self.adapter.receive_replica(report)
+            self.adapter.receive_replica(report, now_ns)
         return accepted
 
     def receive_gateway(self, report: GatewayReport, now_ns: int) -> bool:
@@ -66,11 +82,22 @@ class ControlState:
         accepted = self.book.receive_gateway(report, now_ns)
         if accepted:
             self.adapter.receive_gateway(report)
+            self.detector.receive_gateway(report)
+            self.objective.receive_gateway(report)
+            if report.overrides:
+                self.overrides.adopt(report.overrides, now_ns)
         return accepted
 
     def receive_fleet(self, view: FleetView, now_ns: int) -> None:
         """Take Serve's word on the fleet."""
         self.book.receive_fleet(view, now_ns)
+
+    def reconfigure(self, objectives: ObjectivesConfig, classes: ClassesConfig) -> None:
+        """Steer by these objectives from now on; nothing that was learned or measured is lost."""
+        self.config = config = replace(self.config, objectives=objectives, classes=classes)
+        self.detector.reconfigure(config)
+        self.adapter.reconfigure(config)
+        self.guard.reconfigure(config)
 
 
 def tick(state: ControlState, now_ns: int) -> TickResult:
@@ -78,18 +105,42 @@ def tick(state: ControlState, now_ns: int) -> TickResult:
     state.ticks += 1
     signals = state.book.signals(now_ns)
     conditions = state.detector.step(signals, now_ns)
-    adaptation = state.adapter.step(signals, conditions, now_ns)
-    mode = state.config.control.mode
-    acting = mode is Mode.ACT
-    decisions = tuple(state.ledger.write(draft, state.ticks, acting) for draft in adaptation.drafts)
-    plan = Plan(
+    sample = state.objective.tick(now_ns, signals)
+    adaptation = state.adapter.step(signals, conditions, sample, now_ns)
+    guarded = state.guard.step(adaptation, signals, sample, now_ns)
+    state.adapter.adopt(guarded.acting, now_ns)
+    active = tuple(c.name for c in conditions if c.active)
+    decisions = tuple([state.ledger.write(draft, state.ticks, now_ns, active) for draft in guarded.written])
+    state.guard.number(decisions)
+    judged = [state.ledger.judge(j.seq, j.verdict, j.text, j.realised, state.ticks) for j in guarded.judged]
+    state.last = TickResult(
+        plan=_plan(state, guarded),
+        decisions=decisions,
+        conditions=conditions,
+        signals=signals,
+        adaptation=adaptation,
+        objective=sample,
+        judged=tuple([d for d in judged if d is not None]),
+    )
+    return state.last
+
+
+def _plan(state: ControlState, guarded: Guarded) -> Plan:
+    """What stands, in the form in which it is sent."""
+    stands = guarded.in_force
+    target, prefill = stands.get(TARGET), stands.get((Knob.PREFILL_REPLICAS, ANY))
+    admission = AdmissionKnobs(stands.get((Knob.FORECAST_SHARE, ANY)), stands.get((Knob.SHED_FACTOR, ANY)))
+    return Plan(
         epoch=state.epoch,
         seq=state.ticks,
         ttl_ms=state.config.control.plan_ttl_ms,
-        mode=mode,
-        replicas_target=adaptation.replicas_target if acting else None,
-        affinity_strength=adaptation.affinity_strength if acting else None,
-        knobs=adaptation.knobs if acting else {},
+        mode=Mode.ACT if stands else state.config.control.mode,
+        replicas_target=None if target is None else int(target),
+        affinity_strength=stands.get(STRENGTH),
+        knobs=guarded.knobs,
+        load_bound=stands.get((Knob.LOAD_BOUND, ANY)),
+        admission=admission,
+        prefill_replicas=None if prefill is None else int(prefill),
+        retired=frozenset([target for (knob, target), value in stands.items() if knob is Knob.RETIRED and value]),
+        overrides=guarded.overrides,
     )
-    state.last = TickResult(plan, decisions, conditions, signals, adaptation)
-    return state.last

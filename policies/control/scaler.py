@@ -8,10 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from policies.config import PolicyConfig
 from policies.control.signals import Signals
 from policies.types import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The load when a replica asked for now is ready, in what it asks for per second."""
+
+    horizon_s: float
+    """How far ahead: the measured start-up time."""
+    prefill_tps: float
+    """Uncached prompt tokens."""
+    decode_tps: float
+    """Output tokens."""
+    kv_tokens: float
+    """Held at once."""
+    margin: float
+    """Part of it that stands for what forecasts of this load have missed at this horizon."""
+    trusted: bool
+    """Those errors are known; else this is the load of now."""
+    by: str
+    """Forecaster of the decoded tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +49,8 @@ class ScaleAdvice:
     """Every stage that spoke, in order: recommend, stabilise, bound."""
     held: bool = False
     """True when the load asked for something else and a stage held it back: worth a line in the ledger."""
+    ahead: Ahead | None = None
+    """``None``: no forecast, it is off or nothing is known yet."""
 
 
 class Scaler(Protocol):
@@ -35,4 +58,22 @@ class Scaler(Protocol):
 
     def recommend(self, signals: Signals, now_ns: int) -> ScaleAdvice:
         """Called once per tick, with time that never goes back."""
+        ...
+
+
+@runtime_checkable
+class Reconfigurable(Protocol):
+    """Whoever steers by objectives and can go on with others."""
+
+    def reconfigure(self, config: PolicyConfig) -> None:
+        """Steer by the objectives and classes of ``config``; everything else in it is as before."""
+        ...
+
+
+@runtime_checkable
+class Overrulable(Protocol):
+    """A scaler that can go on from another number than its own; the baselines of the simulator cannot."""
+
+    def adopt(self, target: int, now_ns: int) -> None:
+        """Told that ``target`` stands and not the number it advised at this tick."""
         ...

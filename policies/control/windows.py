@@ -1,7 +1,8 @@
 """Windows of reports: what each reporter said lately, with the sums of its counts as reports come and go.
 
-Each reporter's reports of the last :data:`WINDOW_MS`, at most :data:`WINDOW_REPORTS_MAX`, are kept. Counts are whole
-numbers, so sums that are raised and lowered stay exact; times are listed and summed by whoever needs them.
+Each reporter's reports of the last :data:`WINDOW_MS`, at most :data:`WINDOW_REPORTS_MAX`, are kept. Counts, and times
+in whole ns, are whole numbers, so sums that are raised and lowered as reports come and go stay exact, and a tick costs
+nothing for what is only kept.
 
 It must not know what is counted, and it must not read a clock.
 """
@@ -10,18 +11,22 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import islice
 from operator import add, sub
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from policies.config import ControlConfig
-from policies.types import Histogram, Sampled
+from policies.types import Sampled
 
 WINDOW_MS = 12_000.0
 """Reports older than this do not count into rates and histograms."""
 
 WINDOW_REPORTS_MAX = 32
 """Reports kept of one reporter."""
+
+SETTLED_MS = 5_000.0
+"""Time covered by reports from which on they are believed fully."""
 
 
 class Report(Protocol):
@@ -40,28 +45,52 @@ class Report(Protocol):
 
 R = TypeVar("R", bound=Report)
 
-Figures: TypeAlias = tuple[tuple[int, ...], tuple[float, ...]]
-"""What is summed of a report: counts, kept up to date because sums of whole numbers are exact, and times in ms, summed
-anew because those of fractions are not."""
+Figures: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""What is summed of a report: counts, and times in ns."""
+
+
+def whole_ns(ms: float) -> int:
+    """A time in ms as whole ns; 0 for one that is not finite."""
+    return round(ms * 1e6) if math.isfinite(ms) else 0
+
+
+RowsOf: TypeAlias = Callable[[R], Mapping[str, tuple[int, ...]]]
+"""Counts of a report by name, such as those of its tenants; of one length."""
+
+
+class Ahead(NamedTuple, Generic[R]):
+    """A reporter's window at a time that is still to come."""
+
+    old: int
+    """Reports that will have left it."""
+    window: tuple[Sampled[R], ...]
+    sums: list[int]
+    times: list[int]
 
 
 class Reporter(Generic[R]):
     """Window of one reporter's reports, newest last, with the sums of their counts.
 
-    ``figures_of`` lists a report's counts and its times, always as many and in the same order.
+    ``figures_of`` lists a report's counts and its times, always as many and in the same order; ``rows_of`` its counts
+    by name.
     """
 
-    def __init__(self, first: Sampled[R], figures_of: Callable[[R], Figures]) -> None:
+    def __init__(
+        self, name: str, first: Sampled[R], figures_of: Callable[[R], Figures], rows_of: RowsOf[R] | None = None
+    ) -> None:
+        self.name = name
         self._figures_of = figures_of
+        self._rows_of = rows_of
+        self.rows: dict[str, list[int]] = {}
+        """Sums by name over the window, after :meth:`window`."""
         self._window: deque[Sampled[R]] = deque()
         self._counts: deque[tuple[int, ...]] = deque()
         """Of each report in the window; empty where all are 0, as those of idle reporters are."""
-        self.times: deque[tuple[float, ...]] = deque()
-        """Of each report in the window, after :meth:`window`, oldest first."""
+        self._times: deque[tuple[int, ...]] = deque()
+        self.times: list[int] = []
+        """Sums of the times in ns of all reports in the window, after :meth:`window`; empty for an empty window."""
         self.sums: list[int] = []
-        """Of all reports in the window, after :meth:`window`; empty for an empty window."""
-        self.itl: Histogram | None = None
-        """Gaps of the window, while no report with counts came or went since they were summed."""
+        """Of all reports in the window, after :meth:`window`; empty for an empty window. Never changed in place."""
         self.last = first
         self._keep(first)
 
@@ -73,68 +102,147 @@ class Reporter(Generic[R]):
         if report.seq <= self.last.value.seq:
             if self.last.age_ms(now_ns) <= silent_after_ms or report.seq == self.last.value.seq:
                 return False
-            for kept in (self._window, self._counts, self.times):
+            for kept in (self._window, self._counts, self._times, self.rows):
                 kept.clear()
-            self.sums = []
+            self.sums, self.times = [], []
         self.last = Sampled(report, now_ns)
         self._keep(self.last)
+        self._drop_old(now_ns)
+        return True
+
+    def ahead(self, then_ns: int) -> Ahead[R]:
+        """The window and its sums as they will be at ``then_ns`` if no other report comes; see :meth:`turn_to`."""
+        old, sums, times = 0, self.sums, self.times
+        for sampled, counts, spans in zip(self._window, self._counts, self._times, strict=True):
+            if (then_ns - sampled.received_ns) / 1e6 <= WINDOW_MS:
+                break
+            old += 1
+            times = list(map(sub, times, spans))
+            sums = list(map(sub, sums, counts)) if counts else sums
+        window = tuple(islice(self._window, old, None))
+        return Ahead(old, window, sums, times) if window else Ahead(old, (), [], [])
+
+    def turn_to(self, ahead: Ahead[R], now_ns: int) -> bool:
+        """Make ``ahead``, of the last report, the present; ``False`` where ``now_ns`` is on the other side of a report.
+
+        What reports are too old is thus looked for as they come, and a tick finds it done.
+        """
+        window, old = self._window, ahead.old
+        if not ahead.window or (now_ns - window[old].received_ns) / 1e6 > WINDOW_MS:
+            return False
+        if old:
+            if (now_ns - window[old - 1].received_ns) / 1e6 <= WINDOW_MS:
+                return False
+            for kept in (window, self._counts, self._times):
+                for _ in range(old):
+                    kept.popleft()
+            self.sums, self.times = ahead.sums, ahead.times
         return True
 
     def window(self, now_ns: int) -> tuple[Sampled[R], ...]:
-        """Reports of the last :data:`WINDOW_MS`, oldest first."""
+        """Reports of the last :data:`WINDOW_MS`, oldest first; older ones are dropped."""
+        self._drop_old(now_ns)
+        return tuple(self._window)
+
+    def _drop_old(self, now_ns: int) -> None:
+        """Drop what is too old: with each report, so that little of it is left to a tick."""
         window = self._window
         while window and (now_ns - window[0].received_ns) / 1e6 > WINDOW_MS:
             self._drop()
-        return tuple(window)
+
+    def confidence(self, first: Sampled[R] | None, now_ns: int, covered_ms: float, age_ms_max: float) -> float:
+        """How far the window that begins with ``first`` can be trusted, in [0, 1]; ``covered_ms`` is the sum of its
+        reports' windows.
+
+        The product of three: recency (1 up to twice the reporter's own period, then falling to 0 at ``age_ms_max``),
+        completeness (time covered of the time since the window's first report began: lost reports lower it) and length
+        (:data:`SETTLED_MS` are enough).
+        """
+        last_ns = self.last.received_ns
+        age_ms = (now_ns - last_ns) / 1e6
+        if first is None or not covered_ms or age_ms > age_ms_max:
+            return 0.0
+        span_ms = (last_ns - first.received_ns) / 1e6 + first.value.window_ms
+        trust = min(1.0, covered_ms / max(span_ms, covered_ms)) * min(1.0, covered_ms / SETTLED_MS)
+        grace_ms = min(2 * self.last.value.window_ms, age_ms_max)
+        return trust if age_ms <= grace_ms else trust * (age_ms_max - age_ms) / (age_ms_max - grace_ms)
 
     def _keep(self, sampled: Sampled[R]) -> None:
         if len(self._window) >= WINDOW_REPORTS_MAX:
             self._drop()
         counts, times = self._figures_of(sampled.value)
+        if self._rows_of is not None:
+            self._add_rows(self._rows_of(sampled.value))
         self._window.append(sampled)
-        self.times.append(times)
+        self._times.append(times)
+        self.times = list(map(add, self.times, times)) if self.times else list(times)
         if not self.sums:
-            self.sums, self.itl = list(counts), None
-        elif any(counts) or times[1]:
-            self.sums, self.itl = list(map(add, self.sums, counts)), None
+            self.sums = list(counts)
+        elif any(counts):
+            self.sums = list(map(add, self.sums, counts))
         else:
             counts = ()
         self._counts.append(counts)
 
+    def _add_rows(self, rows: Mapping[str, tuple[int, ...]]) -> None:
+        for name, counts in rows.items():
+            row = self.rows.get(name)
+            self.rows[name] = list(counts) if row is None else list(map(add, row, counts))
+
+    def _take_rows(self, rows: Mapping[str, tuple[int, ...]]) -> None:
+        for name, counts in rows.items():
+            row = list(map(sub, self.rows.get(name, counts), counts))
+            if any(row):
+                self.rows[name] = row
+            else:
+                self.rows.pop(name, None)
+
     def _drop(self) -> None:
-        self._window.popleft()
-        self.times.popleft()
-        counts = self._counts.popleft()
+        oldest = self._window.popleft()
+        if self._rows_of is not None:
+            self._take_rows(self._rows_of(oldest.value))
+        counts, times = self._counts.popleft(), self._times.popleft()
         if not self._window:
-            self.sums = []
-        elif counts:
-            self.sums, self.itl = list(map(sub, self.sums, counts)), None
+            self.sums, self.times = [], []
+            return
+        self.times = list(map(sub, self.times, times))
+        if counts:
+            self.sums = list(map(sub, self.sums, counts))
 
 
 class Reporters(Generic[R]):
     """All reporters of one kind, at most ``reporters_max``."""
 
-    def __init__(self, reporters_max: int, config: ControlConfig, figures_of: Callable[[R], Figures]) -> None:
+    def __init__(
+        self,
+        reporters_max: int,
+        config: ControlConfig,
+        figures_of: Callable[[R], Figures],
+        rows_of: RowsOf[R] | None = None,
+    ) -> None:
         self._max = reporters_max
         self._figures_of = figures_of
+        self._rows_of = rows_of
         self._config = config
         self._by_id: dict[str, Reporter[R]] = {}
         self._sorted: list[Reporter[R]] | None = None
         self.refused = 0
 
-    def receive(self, name: str, report: R, now_ns: int) -> bool:
-        """Keep a report; ``False`` for a duplicate, a nonsensical one, or when there is no room for a new reporter."""
+    def receive(self, name: str, report: R, now_ns: int) -> Reporter[R] | None:
+        """Keep a report; whose it was, or ``None`` for a duplicate, a nonsensical one, or when there is no room for a
+        new reporter.
+        """
         if not (math.isfinite(report.window_ms) and report.window_ms > 0):
-            return False
+            return None
         reporter = self._by_id.get(name)
         if reporter is not None:
-            return reporter.add(report, now_ns, self._config.report_age_ms_max)
+            return reporter if reporter.add(report, now_ns, self._config.report_age_ms_max) else None
         if len(self._by_id) >= self._max and not self._make_room(now_ns):
             self.refused += 1
-            return False
+            return None
         self._sorted = None
-        self._by_id[name] = Reporter(Sampled(report, now_ns), self._figures_of)
-        return True
+        reporter = self._by_id[name] = Reporter(name, Sampled(report, now_ns), self._figures_of, self._rows_of)
+        return reporter
 
     def _make_room(self, now_ns: int) -> bool:
         """Drop the reporter silent for longest, if one is silent."""

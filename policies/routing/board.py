@@ -38,6 +38,9 @@ class Board:
         self._kv_tokens = 0
         self._kv_tokens_max = 0
         self._kv_unknown = 0
+        self._slots = 0
+        self._slots_free = 0
+        self._slots_unknown = 0
 
     def put(self, replica_id: ReplicaId, standing: Standing | None) -> None:
         """The replica stands like this from now on; ``None``: it takes no requests."""
@@ -48,6 +51,9 @@ class Board:
             self._kv_tokens -= old.kv_tokens
             self._kv_tokens_max -= old.kv_tokens_max or 0
             self._kv_unknown -= not old.kv_tokens_max
+            self._slots -= old.slots
+            self._slots_free -= old.slots_free
+            self._slots_unknown -= not old.slots
             if standing is None or standing.kind != old.kind:
                 self._leave_kind(replica_id, old.kind)
         if standing is None:
@@ -61,6 +67,9 @@ class Board:
         self._kv_tokens += standing.kv_tokens
         self._kv_tokens_max += standing.kv_tokens_max or 0
         self._kv_unknown += not standing.kv_tokens_max
+        self._slots += standing.slots
+        self._slots_free += standing.slots_free
+        self._slots_unknown += not standing.slots
         self.by_ttft.put(replica_id, standing.ttft_ms(PROMPT_TOKENS))
         by_load = self.by_load.get(standing.kind)
         if by_load is None:
@@ -77,6 +86,11 @@ class Board:
     def kv_tokens_max(self) -> int | None:
         """KV cache of all replicas together; ``None`` while one has not told its own."""
         return None if self._kv_unknown else self._kv_tokens_max
+
+    @property
+    def slots(self) -> tuple[int, int] | None:
+        """Sequences all replicas together may run, and how many more they may now; ``None`` while one has not told."""
+        return None if self._slots_unknown else (self._slots, self._slots_free)
 
     @property
     def requests(self) -> int:

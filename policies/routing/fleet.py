@@ -5,12 +5,12 @@ Serve hands over each member's last routing statistics again and again, and no c
 new when its ``seq`` differs from the one before, and its age is counted from this gateway's own receipt. A member
 without statistics, or whose statistics have no ``seq``, is known by local counts alone.
 
-Keys read: ``seq``, ``running``, ``waiting``, ``prefill_backlog_tokens``, ``kv_tokens_used``, ``kv_tokens_max``,
-``running_seqs_max``, ``step_tokens_max``, ``step_{a,b,c,d}_ms``, ``step_samples``, ``state``. A value that is
-missing, of the wrong type, negative or not finite is unknown; other keys are ignored.
+Keys read are those of :mod:`policies.routing.sample`. A value that is missing, of the wrong type, negative or not
+finite is unknown; other keys are ignored.
 
 A replica that said it drains is unavailable for good. One that said it is stuck is unavailable while that sample is
-fresh: after that nothing is known, and it is judged by local counts like any other silent replica (fail open).
+fresh: after that nothing is known, and it is judged by local counts like any other silent replica (fail open). One that
+the gateway blocks (:meth:`Fleet.block`) is unavailable until it does not any more.
 
 Nothing is computed for replicas where nothing happened. The live router reads the :class:`Board` of standings, which
 :meth:`Fleet.board` brings up to date: replicas whose local counts changed, and those whose sample grew too old. New
@@ -30,13 +30,14 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from policies.config import RoutingConfig
 from policies.routing.board import Board
 from policies.routing.load import LoadBook
-from policies.routing.predict import CHUNK_TOKENS_GUESS, Standing, join
+from policies.routing.predict import CHUNK_TOKENS_GUESS, Standing, join, open_requests
+from policies.routing.sample import COUNT_KEYS, STEP_KEYS
 from policies.types import ReplicaId, ReplicaState, ReplicaView, StepCoefficients
 
 Removed: TypeAlias = frozenset[ReplicaId]
@@ -57,12 +58,8 @@ LEARNED_STEPS_MIN = 16
 VIEW_NS = 100_000_000
 """Views are made anew after this time, so that the age in them is right to a tenth of a second."""
 
-_COUNTS = (
-    "running", "waiting", "prefill_backlog_tokens", "kv_tokens_used", "kv_tokens_max", "running_seqs_max",
-    "step_tokens_max",
-)  # fmt: skip
-_STEP = ("step_a_ms", "step_b_ms", "step_c_ms", "step_d_ms")
-_TOLD = _COUNTS + _STEP
+_TOLD = COUNT_KEYS + STEP_KEYS
+_EJECTED = "is ejected"
 _DRAINING, _STUCK = ReplicaState.DRAINING.value, ReplicaState.STUCK.value
 
 
@@ -70,9 +67,9 @@ class _Member:
     """One replica: its last sample, the local counts when that arrived, and what is cached of it."""
 
     __slots__ = (
-        "at_sample", "draining", "gone", "kv_tokens_max", "kv_tokens_used", "prefill_backlog_tokens", "received_ns",
-        "replica_id", "requests", "running", "running_seqs_max", "seq", "state", "step_model", "step_samples",
-        "step_tokens_max", "told", "unread", "view", "view_until_ns", "waiting", "watched",
+        "at_sample", "blocked", "draining", "gone", "kv_tokens_max", "kv_tokens_used", "prefill_backlog_tokens",
+        "received_ns", "replica_id", "requests", "running", "running_seqs_max", "seq", "state", "step_model",
+        "step_samples", "step_tokens_max", "told", "unread", "view", "view_until_ns", "waiting", "watched",
     )  # fmt: skip
 
     def __init__(self, replica_id: ReplicaId) -> None:
@@ -98,6 +95,8 @@ class _Member:
         self.step_model: StepCoefficients | None = None
         self.state: object = None
         self.draining = False
+        self.blocked = ""
+        """Why this gateway sends it nothing; empty: it does."""
         self.gone = False
         self.watched = False
         """The sample's age is watched."""
@@ -117,10 +116,7 @@ class _Member:
             values[5] or None,
             values[6] or None,
         )
-        if self.running is not None or self.waiting is not None:
-            self.requests = (self.running or 0) + (self.waiting or 0)
-        else:
-            self.requests = None
+        self.requests = open_requests(self.running, self.waiting)
         self.step_model = _step_model(told[7:], self.step_samples) or self.step_model
 
     @property
@@ -136,7 +132,7 @@ class _Member:
         """Why the replica takes no requests; empty: it does."""
         if self.draining:
             return "is draining"
-        return "is stuck" if fresh and self.state == _STUCK else ""
+        return "is stuck" if fresh and self.state == _STUCK else self.blocked
 
 
 class Fleet:
@@ -149,6 +145,7 @@ class Fleet:
         self._members: dict[ReplicaId, _Member] = {}
         self._sorted: list[_Member] = []
         self._views_due: dict[ReplicaId, _Member] = {}
+        self._blocked: frozenset[ReplicaId] = frozenset()
         self._board: Board | None = None
         self._due: dict[ReplicaId, _Member] = {}
         """Members whose standing changed."""
@@ -173,6 +170,7 @@ class Fleet:
             member = known.get(replica_id)
             if member is None:
                 member = known[replica_id] = _Member(replica_id)
+                member.blocked = _EJECTED if replica_id in self._blocked else ""
                 added.append(member)
             if stats is not None:
                 self._receive(member, stats, now_ns)
@@ -185,6 +183,24 @@ class Fleet:
             self._join(added)
             self._take_late(SAMPLES_AT_ONCE, now_ns)
         return removed
+
+    def block(
+        self, replica_ids: frozenset[ReplicaId], now_ns: int, reason: Callable[[ReplicaId], str] | None = None
+    ) -> None:
+        """Send nothing to ``replica_ids`` from now on, and to all others again. Costs what changed.
+
+        ``reason`` says in words why one of them is left alone.
+        """
+        for replica_id in replica_ids ^ self._blocked:
+            member = self._members.get(replica_id)
+            if member is None:
+                continue
+            why = reason(replica_id) if reason is not None and replica_id in replica_ids else ""
+            member.blocked = (f"{_EJECTED}: {why}" if why else _EJECTED) if replica_id in replica_ids else ""
+            member.view = None
+            if self._board is not None:
+                self._place(self._board, member, now_ns)
+        self._blocked = replica_ids
 
     @property
     def own_requests(self) -> int:
@@ -212,6 +228,21 @@ class Fleet:
 
     def _step_model_of(self, member: _Member) -> StepCoefficients | None:
         return member.step_model if member.learned else self._typical or member.step_model
+
+    def stuck(self, now_ns: int) -> frozenset[ReplicaId]:
+        """Members that say they have work and make no progress, while their sample is fresh."""
+        age_ms_max = self._config.sample_age_ms_max
+        return frozenset([m.replica_id for m in self._sorted if m.state == _STUCK and m.fresh(now_ns, age_ms_max)])
+
+    def learned_step_model(self, replica_id: ReplicaId) -> StepCoefficients | None:
+        """What the replica itself has learned of its speed, as last told; ``None``: unknown, or of too few steps."""
+        member = self._members.get(replica_id)
+        return None if member is None or not self._read(member).learned else member.step_model
+
+    def takes(self, replica_id: ReplicaId, now_ns: int) -> bool:
+        """Whether a replica takes requests, as far as it says itself and this gateway wants."""
+        member = self._members.get(replica_id)
+        return member is not None and not member.unavailable_reason(member.fresh(now_ns, self._age_ms_max))
 
     def members(self) -> tuple[ReplicaId, ...]:
         """Known replicas, sorted."""
@@ -387,7 +418,7 @@ class Fleet:
             prefill_tokens = join(prefill_tokens, member.prefill_backlog_tokens, at_prefill_tokens)
             kv_tokens = join(kv_tokens, member.kv_tokens_used, at_kv_tokens)
         standing = None
-        if not member.draining and not (fresh and member.state == _STUCK):
+        if not member.unavailable_reason(fresh):
             standing = Standing(
                 requests,
                 prefill_tokens,

@@ -101,8 +101,9 @@ class Standing:
     """
 
     __slots__ = (
-        "_chunk_tokens", "_end_ms", "_gap_ms", "_kv_room", "_kv_token_ms", "_running", "_slot_ends", "_step",
-        "_step_ms", "kind", "kv_tokens", "kv_tokens_max", "load_tokens", "prefill_tokens", "requests", "token_ms",
+        "_chunk_tokens", "_end_ms", "_gap_ms", "_kv_room", "_kv_token_ms", "_running", "_seqs_max", "_slot_ends",
+        "_step", "_step_ms", "kind", "kv_tokens", "kv_tokens_max", "load_tokens", "prefill_tokens", "requests",
+        "token_ms",
     )  # fmt: skip
 
     def __init__(
@@ -120,6 +121,7 @@ class Standing:
         self.kv_tokens = kv_tokens
         self.kv_tokens_max = kv_tokens_max
         self.load_tokens = load_tokens(requests, prefill_tokens, kv_tokens)
+        self._seqs_max = running_seqs_max
         running, self._slot_ends = requests, 0
         if running_seqs_max and requests >= running_seqs_max:
             running, self._slot_ends = running_seqs_max, requests - running_seqs_max + 1
@@ -140,6 +142,16 @@ class Standing:
         """Rough speed of prefill: replicas of one kind of device have the same, or a neighbouring one."""
         self._end_ms = OUTPUT_TOKENS_GUESS * decode_ms / max(1, running)
 
+    @property
+    def slots(self) -> int:
+        """Sequences it may run; 0: it has not told."""
+        return self._seqs_max or 0
+
+    @property
+    def slots_free(self) -> int:
+        """Those it may run beside what it has."""
+        return max(0, self.slots - self.requests)
+
     def ttft_ms(self, uncached_tokens: float) -> float:
         """Predicted time to the first token of a request with so many tokens to compute, at least 1."""
         tokens = self.prefill_tokens + uncached_tokens
@@ -152,6 +164,31 @@ class Standing:
             for_kv = math.ceil((uncached_tokens - self._kv_room) * self._running / self.kv_tokens)
             ends = max(ends, min(for_kv, self.requests))
         return ms + ends * self._end_ms if ends else ms
+
+    def own_ms(self, tokens: float) -> float:
+        """Prefill of so many tokens where nothing else runs."""
+        return chunked_prefill_ms(self._step, max(1.0, tokens), self._chunk_tokens, self._step.a_ms + self._step.b_ms)
+
+    def wait_ms(self, uncached_tokens: float) -> float:
+        """Time until the replica would begin to compute a request: slots, KV room and the backlog ahead of it."""
+        wait = self.ttft_ms(uncached_tokens) - self._alone_ms(uncached_tokens)
+        return max(0.0, wait)
+
+    def _alone_ms(self, tokens: float) -> float:
+        """Prefill beside the streams that run, without a backlog."""
+        return chunked_prefill_ms(self._step, max(1.0, tokens), self._chunk_tokens, self._step_ms)
+
+    def service_ms(self, prompt_tokens: float, output_tokens: float, batch_max: int) -> float:
+        """Time of the engine that one such request takes in a full batch of its kind."""
+        n = min(self._seqs_max or batch_max, batch_max)
+        kv_tokens = n * (prompt_tokens + output_tokens / 2)
+        step_ms = predict_step_ms(self._step, n, kv_tokens, 0)
+        return max(1e-3, self._step.d_ms * prompt_tokens + output_tokens * step_ms / n)
+
+    @property
+    def idle_gap_ms(self) -> float:
+        """Gap of a stream that is alone there."""
+        return self._step.a_ms + self._step.b_ms
 
     def gap_ms(self, prompt_tokens: int) -> float:
         """Predicted gap of the streams there once all that waits decodes, one more of ``prompt_tokens`` among them."""
@@ -173,13 +210,17 @@ def join(local: int, sample: int | None, local_at_sample: int | None) -> int:
     return max(local, joined)
 
 
+def open_requests(running: int | None, waiting: int | None) -> int | None:
+    """Requests in an engine by its sample; ``None`` where that says neither."""
+    return None if running is None and waiting is None else (running or 0) + (waiting or 0)
+
+
 def joined_load(view: ReplicaView, sample_age_ms_max: float) -> Load:
     """Load of one replica from local counts and, while it is fresh, its sample."""
     local = Load(view.local_requests, view.local_prefill_tokens, view.local_decode_tokens)
     if view.sample_age_ms is None or view.sample_age_ms > sample_age_ms_max:
         return local
-    running, waiting = view.sample_running, view.sample_waiting
-    sampled = None if running is None and waiting is None else (running or 0) + (waiting or 0)
+    sampled = open_requests(view.sample_running, view.sample_waiting)
     return Load(
         join(local.requests, sampled, view.local_requests_at_sample),
         join(local.prefill_tokens, view.sample_prefill_backlog_tokens, view.local_prefill_tokens_at_sample),
@@ -203,17 +244,17 @@ def standing_of(view: ReplicaView, config: RoutingConfig) -> Standing:
 
 def estimate_at(request: Request, standing: Standing, hit_blocks: int, strength: float) -> Estimate:
     """Predict TTFT and load of ``request`` at ``standing``, with ``strength`` in [0, 1] as trust in the prefix hit."""
-    load = standing.load_tokens
-    if not hit_blocks:
-        uncached = float(request.prompt_tokens) or 1.0
-        ttft_ms = standing.ttft_ms(uncached)
-        return Estimate(ttft_ms, 0, uncached, load, ttft_ms + WORK_WEIGHT * (standing.token_ms * uncached), load)
     hit_tokens = min(hit_blocks * request.block_tokens, request.prompt_tokens)
     uncached = max(1.0, request.prompt_tokens - strength * hit_tokens)
-    own_backlog = min(hit_tokens, standing.prefill_tokens)
     ttft_ms = standing.ttft_ms(uncached)
-    cost_ms = ttft_ms + WORK_WEIGHT * (standing.token_ms * uncached)
-    return Estimate(ttft_ms, hit_tokens, uncached, load, cost_ms, load - own_backlog)
+    return Estimate(
+        ttft_ms,
+        hit_tokens,
+        uncached,
+        standing.load_tokens,
+        ttft_ms + WORK_WEIGHT * (standing.token_ms * uncached),
+        standing.load_tokens - min(hit_tokens, standing.prefill_tokens),
+    )
 
 
 def estimate(request: Request, view: ReplicaView, hit_blocks: int, strength: float, config: RoutingConfig) -> Estimate:

@@ -116,6 +116,24 @@ class PrefixIndex:
         for _ in range(len(masks) - min(bound, self._blocks_max)):
             masks.popitem(last=False)
 
+    def held(self, blocks: Sequence[BlockHash], replica_id: ReplicaId) -> int:
+        """Leading blocks that ``replica_id`` is believed to hold."""
+        bit, get = self._bits.get(replica_id, 0), self._masks.get
+        for n, block in enumerate(blocks):
+            if not get(block, 0) & bit:
+                return n
+        return len(blocks)
+
+    def withdraw(self, blocks: Sequence[BlockHash], replica_id: ReplicaId) -> None:
+        """Believe no more that ``replica_id`` holds ``blocks``; what is not believed changes nothing."""
+        bit, masks = self._bits.get(replica_id, 0), self._masks
+        for block in blocks:
+            mask = masks.get(block, 0)
+            if mask & bit:
+                masks[block] = mask ^ bit
+                if mask == bit:
+                    del masks[block]
+
     def remove_replica(self, replica_id: ReplicaId) -> None:
         """Forget what a replica holds; unknown ids change nothing."""
         bit = self._bits.pop(replica_id, None)

@@ -22,7 +22,9 @@ POINTS = 8
 INSORT_MAX = 64
 """Replicas that are put into the ring one by one; more are sorted in at once."""
 
-_MASK = (1 << 64) - 1
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+"""2**64 over the golden ratio, odd: multiples of it are spread evenly."""
 
 
 def text_key(text: str) -> int:
@@ -35,15 +37,19 @@ _id_key = lru_cache(maxsize=8_192)(text_key)
 
 def mix(z: int) -> int:
     """64 bits stirred; splitmix64 finaliser (Steele et al., 2014)."""
-    z = (z + 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return stir((z + GOLDEN) & MASK)
+
+
+def stir(z: int) -> int:
+    """The finaliser alone, of a 64-bit number."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
     return z ^ (z >> 31)
 
 
 def score(key: int, replica_id: ReplicaId) -> int:
     """Weight of ``replica_id`` for ``key`` in 0..2**64-1."""
-    return mix((key ^ _id_key(replica_id)) & _MASK)
+    return mix((key ^ _id_key(replica_id)) & MASK)
 
 
 class Ring:
@@ -71,6 +77,6 @@ class Ring:
     def walk(self, key: int) -> Iterator[ReplicaId]:
         """Owners of the points that follow ``key``, once around; a replica comes up once for each of its points."""
         points = self._points
-        begin = bisect_left(points, (mix(key & _MASK), ""))
+        begin = bisect_left(points, (mix(key & MASK), ""))
         for position in range(begin - len(points), begin):
             yield points[position][1]

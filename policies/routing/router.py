@@ -33,7 +33,7 @@ from typing import TypeAlias
 from policies.config import ObjectivesConfig, RoutingConfig
 from policies.routing.board import Board
 from policies.routing.fleet import Fleet
-from policies.routing.lateness import by_promise, promise
+from policies.routing.lateness import Promise, by_promise, promise
 from policies.routing.predict import Estimate, Standing, estimate_at, load_tokens, standing_of
 from policies.routing.prefix_index import Levels, PrefixIndex, hit_blocks
 from policies.routing.rendezvous import score, text_key
@@ -60,9 +60,18 @@ class Router:
         self._config = config
         self._own_share = 1.0
         """Smoothed share of the fleet's open requests that are this gateway's."""
-        self._promise = promise(objectives, config.late_ms_max) if objectives and config.late_ms_max > 0 else None
+        self._promise: Promise | None = None
+        self.load_bound: float | None = None
+        """Of the plan in force, in place of the configured one; ``None``: there is none."""
         self._index = index
         self._rng = rng
+        if objectives is not None:
+            self.reconfigure(objectives)
+
+    def reconfigure(self, objectives: ObjectivesConfig) -> None:
+        """Steer by ``objectives`` from now on."""
+        late_ms_max = self._config.late_ms_max
+        self._promise = promise(objectives, late_ms_max) if late_ms_max > 0 else None
 
     def choose(
         self,
@@ -103,6 +112,20 @@ class Router:
     def dispatched(self, request: Request, replica_id: ReplicaId) -> None:
         """Believe from now on that ``replica_id`` holds the request's prefix: a burst of it follows its first."""
         self._index.add(self._indexed(request), replica_id)
+
+    def held_blocks(self, request: Request, replica_id: ReplicaId) -> int:
+        """Leading blocks of ``request`` that ``replica_id`` is believed to hold."""
+        return self._index.held(self._indexed(request), replica_id)
+
+    def computed(self, request: Request, replica_id: ReplicaId) -> None:
+        """Believe it again where a request that shares the prefix failed, and took the belief with it."""
+        blocks = self._indexed(request)
+        if self._index.held(blocks, replica_id) < len(blocks):
+            self._index.add(blocks, replica_id)
+
+    def not_computed(self, request: Request, replica_id: ReplicaId, held_blocks: int) -> None:
+        """Believe no more that ``replica_id`` holds what it was to compute for ``request``."""
+        self._index.withdraw(self._indexed(request)[held_blocks:], replica_id)
 
     def forget(self, replica_id: ReplicaId) -> None:
         """Drop what a replica that left was believed to hold."""
@@ -190,7 +213,9 @@ class Router:
 
     def _load_bound(self, request: Request, mean_load_tokens: float) -> float:
         one_stream = load_tokens(1, 0, request.prompt_tokens)
-        return self._config.load_bound * mean_load_tokens + max(self._config.load_slack_tokens, one_stream)
+        planned = self.load_bound
+        bound = self._config.load_bound if planned is None or math.isnan(planned) else max(1.0, planned)
+        return bound * mean_load_tokens + max(self._config.load_slack_tokens, one_stream)
 
 
 def _order(

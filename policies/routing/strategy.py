@@ -21,6 +21,20 @@ class RoutingStrategy(Protocol):
         """``request`` was sent to ``replica_id``."""
         ...
 
+    def held_blocks(self, request: Request, replica_id: ReplicaId) -> int:  # noqa: ARG002
+        """Leading blocks of ``request`` that ``replica_id`` is believed to hold; 0 where nothing is remembered."""
+        return 0
+
+    def computed(self, request: Request, replica_id: ReplicaId) -> None:  # noqa: ARG002
+        """``replica_id`` gave the first byte for ``request``: it has its whole prompt."""
+        return  # a body: strategies that remember nothing need none of their own
+
+    def not_computed(self, request: Request, replica_id: ReplicaId, held_blocks: int) -> None:  # noqa: ARG002
+        """``request`` failed at ``replica_id`` before its first byte; when it was sent, :meth:`held_blocks` were
+        ``held_blocks``.
+        """
+        return
+
     def forget(self, replica_id: ReplicaId) -> None:
         """``replica_id`` left."""
         ...

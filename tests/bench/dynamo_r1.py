@@ -84,7 +84,9 @@ class Arm:
         scaling = ScalingConfig(replicas_min=1, replicas_max=BUDGET // len(pools))
         settings = PolicyConfig(objectives=OBJECTIVES, scaling=scaling)
         if not self.live:
-            open_door = AdmissionConfig(inflight_requests_max=1_000_000, inflight_tokens_max=10_000_000_000)
+            open_door = AdmissionConfig(
+                inflight_requests_max=1_000_000, inflight_tokens_max=10_000_000_000, engine_wait_share=None
+            )
             settings = replace(as_users_run_it(settings), admission=open_door)
         return Scenario(self.name, source, pools, seed, settings, gateways=1, router=ROUTERS[self.router])
 
@@ -277,8 +279,7 @@ class Notes:
             ours, theirs = self._found[name], self._found[fixed]
             self._say(
                 f"{name} keeps {self._kept(name)}, {fixed} with round robin {self._kept(fixed)}: TPOT p50",
-                f"{_tpot(ours)} beside {_tpot(theirs)} ms, TTFT p50 {_ttft(ours)} beside {_ttft(theirs)} ms: the",
-                "batch tuner holds the gap and the queue pays, round robin the other way about",
+                f"{_tpot(ours)} beside {_tpot(theirs)} ms, TTFT p50 {_ttft(ours)} beside {_ttft(theirs)} ms",
             )
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,14 +23,17 @@ import aiohttp
 import yaml
 
 from deployments.cluster import SERVE_ENVIRONMENT
+from deployments.haproxy import BINARY, stand_before
 
 ROOT = Path(__file__).resolve().parents[2]
 URL = "http://127.0.0.1:8000"
 SERVE_ENV = {
     **SERVE_ENVIRONMENT,
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "4",
     "PYTHONPATH": str(ROOT),
 }
+HAPROXY_PORTS = {"STATS": 8404, "METRICS": 9101}
+"""Serve's, where the environment names no others."""
 
 
 def default_args(**overrides: Any) -> dict[str, Any]:
@@ -54,7 +59,7 @@ def emulated_args(**overrides: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def ray_serve(haproxy: bool = True) -> Iterator[None]:
+def ray_serve(haproxy: bool = True, port: int = 8000) -> Iterator[None]:
     """Run Ray and Serve on loopback for the duration of the block.
 
     Serve's constants are read when it is imported, so this must be the first import of ``ray.serve`` in the process.
@@ -62,16 +67,23 @@ def ray_serve(haproxy: bool = True) -> Iterator[None]:
     if "ray.serve" in sys.modules and haproxy != (os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"):
         raise RuntimeError("ray.serve was imported with another proxy mode; use one process per mode")
     os.environ.update(SERVE_ENV if haproxy else {**SERVE_ENV, "RAY_SERVE_ENABLE_HA_PROXY": "0"})
+    scripts = tempfile.TemporaryDirectory(prefix="tidegate-haproxy-")
+    ports = (os.environ.get(f"RAY_SERVE_HAPROXY_{name}_PORT", number) for name, number in HAPROXY_PORTS.items())
+    stand_before(os.environ, Path(scripts.name), tuple(int(number) for number in ports))
     import ray
     from ray import serve
 
     ray.init(num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": 8000})
+    # A run that is told to end must end what it started: HAProxy would keep its ports.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
     try:
         yield
     finally:
         serve.shutdown()
         ray.shutdown()
+        os.environ.pop(BINARY, None)
+        scripts.cleanup()
 
 
 def deploy(args: dict[str, Any], name: str = "tidegate", route_prefix: str = "/") -> None:

@@ -83,6 +83,7 @@ def running_engine(model_folder: str) -> Iterator[Engine]:
                 "stuck_after_s": STUCK_AFTER_S,
                 "drain_s_max": 60.0,
                 "engine_args": {
+                    "dtype": "float32",  # bfloat16 would make ties, and answers that differ by how they were batched
                     "max_model_len": 2_048,
                     "max_num_seqs": RUNNING_SEQS,
                     "max_num_batched_tokens": STEP_TOKENS,

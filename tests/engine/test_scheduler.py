@@ -31,6 +31,7 @@ from deployments.scheduler import (
     VllmChangedError,
     live_scheduler,
 )
+from policies.speculation import Bounds
 from policies.types import Knobs
 
 
@@ -105,7 +106,9 @@ def state(**changes: Any) -> State:
     base: dict[str, Any] = dict.fromkeys(VLLM_NAMES["Scheduler"][:4])
     base |= {
         "vllm_config": None,
-        "scheduler_config": SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=False),
+        "scheduler_config": SimpleNamespace(
+            enable_chunked_prefill=True, disable_chunked_mm_input=False, async_scheduling=False
+        ),
         "cache_config": SimpleNamespace(kv_cache_size_tokens=1000, num_gpu_blocks=None),
         "kv_cache_manager": SimpleNamespace(prefix_cache_lookup_enabled=lambda _request: True),
         "requests": {},
@@ -118,7 +121,9 @@ def state(**changes: Any) -> State:
         "need_mamba_block_aligned_split": False,
         **{name: None for name in VLLM_NAMES["Scheduler"] if name.startswith(("schedule", "update", "add", "finish"))},
     }
-    base["scheduler_config"] = SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=False)
+    base["scheduler_config"] = SimpleNamespace(
+        enable_chunked_prefill=True, disable_chunked_mm_input=False, async_scheduling=False
+    )
     return State(**{**base, **changes})
 
 
@@ -129,12 +134,20 @@ def shared(tmp_path: Path) -> Iterator[EngineShared]:
     end.close()
 
 
-def step(live: LiveStep, scheduled: dict[str, int], results: dict[int, Any] | None = None, ready_ns: int = 0) -> Any:
+def step(
+    live: LiveStep,
+    scheduled: dict[str, int],
+    results: dict[int, Any] | None = None,
+    ready_ns: int = 0,
+    drafts: dict[str, list[int]] | None = None,
+) -> Any:
     output = SimpleNamespace(
         num_scheduled_tokens=scheduled,
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
         preempted_req_ids=set(),
+        scheduled_spec_decode_tokens=drafts or {},
+        num_spec_tokens_to_schedule=4,
     )
     live.before_schedule()
     live.after_schedule(output)
@@ -181,8 +194,8 @@ def test_a_small_budget_leaves_a_token_and_its_drafts_for_each_running_sequence(
 @pytest.mark.parametrize(
     "config",
     [
-        SimpleNamespace(enable_chunked_prefill=False, disable_chunked_mm_input=False),
-        SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=True),
+        SimpleNamespace(enable_chunked_prefill=False, disable_chunked_mm_input=False, async_scheduling=False),
+        SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=True, async_scheduling=False),
     ],
 )
 def test_the_budget_stays_where_prompts_cannot_be_split(shared: EngineShared, config: Any) -> None:
@@ -194,13 +207,55 @@ def test_the_budget_stays_where_prompts_cannot_be_split(shared: EngineShared, co
 
 
 @pytest.mark.parametrize(("depth", "kept"), [(0, 0), (2, 2), (4, 4), (9, 4), (-1, 0), (None, 4)])
-def test_drafts_are_cut_to_the_depth(shared: EngineShared, depth: int | None, kept: int) -> None:
+def test_drafts_are_asked_for_and_cut_to_the_depth(shared: EngineShared, depth: int | None, kept: int) -> None:
     live = LiveStep(state(num_spec_tokens=4), EngineShared.open(shared.path))
     shared.write_knobs(Knobs(speculative_depth=depth))
-    live.before_schedule()
+    output = step(live, {"a": 1})
+    assert output.num_spec_tokens_to_schedule == kept
     drafts = SimpleNamespace(req_ids=["a", "b"], draft_token_ids=[[1, 2, 3, 4], [5]])
     live.cut_drafts(drafts)
     assert drafts.draft_token_ids == [[1, 2, 3, 4][:kept], [5][:kept]]
+
+
+def test_a_step_is_recorded_at_the_depth_its_drafts_were_cut_to(shared: EngineShared) -> None:
+    live = LiveStep(state(running=["a"], num_spec_tokens=4), EngineShared.open(shared.path))
+    drafts = SimpleNamespace(req_ids=["a"], draft_token_ids=[[1, 2, 3, 4]])
+    for depth in (4, 1, 0):
+        shared.write_knobs(Knobs(speculative_depth=depth))
+        output = step(live, {"a": 1})
+        output.scheduled_spec_decode_tokens = {"a": [1] * depth}
+        live.after_update(output, results(1 + depth), 1)
+        live.cut_drafts(drafts)
+    assert [s.depth for s in shared.read_steps(0)[0]] == [4, 4, 1]
+
+
+def test_a_step_tells_the_drafts_it_verified_and_kept(shared: EngineShared) -> None:
+    live = LiveStep(state(running=["a", "b"], num_spec_tokens=4), EngineShared.open(shared.path))
+    output = step(live, {"0": 5, "1": 1}, drafts={"0": [1, 2, 3, 4]})
+    live.after_update(output, results(3, 1), 1)
+    (record,) = shared.read_steps(0)[0]
+    assert (record.output_tokens, record.draft_tokens, record.accepted_tokens) == (4, 4, 2)
+
+
+def test_where_it_may_the_engine_explores_other_depths_and_records_them(shared: EngineShared) -> None:
+    live = LiveStep(state(running=["a"], num_spec_tokens=4), EngineShared.open(shared.path))
+    shared.write_knobs(Knobs(speculative_depth=0), Bounds(0.2, 4))
+    for n in range(1, 200):
+        output = step(live, {"a": 1})
+        live.after_update(output, results(1), n * 1_000_000)
+        live.cut_drafts(SimpleNamespace(req_ids=[], draft_token_ids=[]))
+    depths = {s.depth for s in shared.read_steps(0)[0][1:]}
+    assert depths == {0, 1, 2, 4}
+    assert shared.read_gauges().speculative_depth_now == 0
+
+
+def test_with_asynchronous_scheduling_the_depth_stands_still(shared: EngineShared) -> None:
+    config = SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=False, async_scheduling=True)
+    live = LiveStep(state(num_spec_tokens=4, scheduler_config=config), EngineShared.open(shared.path))
+    shared.write_knobs(Knobs(speculative_depth=0))
+    assert step(live, {"a": 1}).num_spec_tokens_to_schedule == 4
+    gauges = shared.read_gauges()
+    assert (gauges.speculative_depth_now, gauges.speculative_depth_hard) == (4, 0)
 
 
 def test_without_speculation_the_depth_is_unknown(shared: EngineShared) -> None:
@@ -209,8 +264,10 @@ def test_without_speculation_the_depth_is_unknown(shared: EngineShared) -> None:
 
 
 def results(*tokens: int, finished: int = 0) -> dict[int, Any]:
-    outputs = [SimpleNamespace(new_token_ids=[0] * n, finish_reason=None) for n in tokens]
-    outputs += [SimpleNamespace(new_token_ids=[], finish_reason="stop")] * finished
+    outputs = [
+        SimpleNamespace(request_id=str(i), new_token_ids=[0] * n, finish_reason=None) for i, n in enumerate(tokens)
+    ]
+    outputs += [SimpleNamespace(request_id="end", new_token_ids=[], finish_reason="stop")] * finished
     return {0: SimpleNamespace(outputs=outputs)}
 
 

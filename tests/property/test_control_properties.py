@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from autoscaling.recommend import ReplicaScaler
 from autoscaling.stabilise import Ask, DownWindow, Stabiliser
 from policies.affinity import AffinityLoop
-from policies.batching import OUT_OF_REACH_FACTOR, BatchPoint, BatchTuner, solve, step_tokens_floor
+from policies.batching import BatchTuner
+from policies.batching.solve import OUT_OF_REACH_FACTOR, BatchPoint, solve, step_tokens_floor
 from policies.config import (
     AffinityConfig,
     BatchingConfig,

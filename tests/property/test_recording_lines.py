@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from typing import Any
+import typing
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -26,8 +28,20 @@ from autoscaling.simulator.recorded import (
     to_text,
 )
 from policies.config import PolicyConfig, ScalingConfig
-from policies.types import Decision, FleetView, GatewayReport, Histogram, ReplicaReport
+from policies.measures import ClassCounts, DepthUse, GpuReading, Roofline, TenantCounts
+from policies.steering import Alternative, Override
+from policies.types import (
+    Decision,
+    FleetView,
+    GatewayReport,
+    Histogram,
+    Knobs,
+    ReplicaReport,
+    StepCoefficients,
+)
 from tests.examples import examples
+
+T = TypeVar("T")
 
 numbers = st.integers() | st.floats()
 """A float field may hold a whole number: reports are made by code, not by this schema."""
@@ -40,13 +54,36 @@ values = st.dictionaries(texts, st.none() | st.integers() | st.floats() | texts,
 st.register_type_strategy(Histogram, histograms)
 st.register_type_strategy(Blocks, blocks)
 
-replica_reports = st.builds(ReplicaReport, replica_id=texts, window_ms=numbers, busy_share=st.none() | numbers)
-gateway_reports = st.builds(
-    GatewayReport, failed=counts, routed=counts, predicted_prompt_tokens=counts, predicted_hit_tokens=counts
+
+def whole(kind: type[T], **given_fields: st.SearchStrategy[Any]) -> st.SearchStrategy[T]:
+    """Values of a dataclass with every field drawn, those with defaults as well."""
+    hints = typing.get_type_hints(kind)
+    drawn = {f.name: given_fields.get(f.name, st.from_type(hints[f.name])) for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return st.builds(kind, **drawn)
+
+
+st.register_type_strategy(float, numbers)
+by_class = st.dictionaries(texts, whole(ClassCounts), max_size=3)
+by_tenant = st.dictionaries(texts, whole(TenantCounts), max_size=3)
+overrides = st.lists(whole(Override), max_size=2).map(tuple)
+replica_reports = whole(
+    ReplicaReport,
+    depth_use=st.lists(whole(DepthUse), max_size=2).map(tuple),
+    gpu=st.none() | whole(GpuReading, throttle=st.lists(texts, max_size=3).map(tuple)),
+    roofline=st.none() | whole(Roofline),
+    step_model=st.none() | whole(StepCoefficients),
+    knobs=whole(Knobs),
 )
-decisions = st.builds(
-    Decision, before=changes, after=changes, inputs=values, predicted=st.dictionaries(texts, numbers, max_size=3)
-)
+gateway_reports = whole(
+    GatewayReport, failed=counts, routed=counts, predicted_prompt_tokens=counts, predicted_hit_tokens=counts,
+    by_class=by_class, by_tenant=by_tenant, ejected=st.dictionaries(texts, texts, max_size=3), overrides=overrides,
+)  # fmt: skip
+figures = st.dictionaries(texts, numbers, max_size=3)
+alternatives = st.lists(whole(Alternative, predicted=figures), max_size=2).map(tuple)
+decisions = whole(
+    Decision, before=changes, after=changes, inputs=values, predicted=figures, realised=figures,
+    alternatives=alternatives, conditions=st.lists(texts, max_size=2).map(tuple),
+)  # fmt: skip
 configs = st.builds(PolicyConfig, scaling=st.builds(ScalingConfig, replicas_max=st.integers(1, 9), headroom=st.just(1)))
 headers = st.builds(Header, format=st.just(FORMAT), version=st.just(VERSION), config=configs)
 ticks = st.builds(TickLine, decisions=st.lists(decisions, max_size=2).map(tuple))
@@ -55,7 +92,7 @@ lines: st.SearchStrategy[Line] = st.one_of(
     st.builds(RequestLine, ttft_ms=st.none() | numbers, e2e_ms=numbers),
     st.builds(ReplicaLine, report=replica_reports),
     st.builds(GatewayLine, report=gateway_reports),
-    st.builds(FleetLine, view=st.builds(FleetView)),
+    st.builds(FleetLine, view=whole(FleetView)),
     ticks,
     st.builds(DroppedLine),
     st.builds(EndLine),

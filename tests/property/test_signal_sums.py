@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.config import ControlConfig
 from policies.control.signals import SignalBook, Traffic
 from policies.control.windows import WINDOW_MS, WINDOW_REPORTS_MAX
-from policies.types import LATENCY_BOUNDS_MS, GatewayReport, Histogram, ReplicaReport
+from policies.measures import ClassCounts, TenantCounts
+from policies.types import LATENCY_BOUNDS_MS, GatewayReport, Histogram, Priority, ReplicaReport
 from tests.examples import examples
 from tests.unit.control.fleet import gateway_report, replica_report
 
 MS = 1_000_000
 CONFIG = ControlConfig()
+
+RATES = {
+    "arrivals_ps": "arrivals", "routed_ps": "routed", "failed_ps": "failed", "prompt_tps": "prompt_tokens",
+    "output_tps": "output_tokens", "succeeded_ps": "succeeded", "routed_prompt_tps": "predicted_prompt_tokens",
+    "met_ps": "met", "retries_ps": "retries", "repeats_ps": "repeats", "tasks_succeeded_ps": "tasks_succeeded",
+    "tasks_failed_ps": "tasks_failed",
+}  # fmt: skip
 
 Stream = list[tuple[int, ReplicaReport | GatewayReport]]
 """Accepted reports of one reporter with the time of their receipt, since its last new life."""
@@ -41,8 +52,15 @@ def a_gateway(rng: Random, name: str, seq: int) -> GatewayReport:
         "routed", "predicted_prompt_tokens", "predicted_hit_tokens", "failed",
     )}  # fmt: skip
     counts = {key: rng.randrange(1_000) for key in ("arrivals", "succeeded", "prompt_tokens", "output_tokens")}
+    counts |= {key: rng.randrange(100) for key in ("met", "retries", "repeats", "tasks_succeeded", "tasks_failed")}
     histograms = {key: histogram(rng) for key in ("ttft", "itl", "e2e", "ttft_error_ms")}
-    return gateway_report(name, seq, window_ms=rng.uniform(500, 1_500), **by_replica, **counts, **histograms)
+    by_class = {p.value: ClassCounts(*[rng.randrange(9) for _ in range(9)]) for p in Priority if rng.random() < 0.5}
+    tenants = rng.sample(["a", "b", "c", "other"], rng.randrange(4))
+    by_tenant = {t: TenantCounts(*[rng.randrange(9) for _ in range(5)]) for t in tenants}
+    return gateway_report(
+        name, seq, window_ms=rng.uniform(500, 1_500), by_class=by_class, by_tenant=by_tenant,
+        **by_replica, **counts, **histograms,
+    )  # fmt: skip
 
 
 def merged(histograms: Iterable[Histogram]) -> Histogram:
@@ -50,6 +68,12 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
     for h in histograms:
         result = result.plus(h)
     return result
+
+
+def same(one: Histogram, other: Histogram) -> None:
+    """Counts are exact, times to the ns."""
+    assert one.counts == other.counts
+    assert one.sum_ms == pytest.approx(other.sum_ms)
 
 
 def window(stream: Stream, now_ns: int) -> list[ReplicaReport | GatewayReport]:
@@ -60,15 +84,17 @@ def check_replica(book: SignalBook, name: str, stream: Stream, now_ns: int) -> N
     (signals,) = [r for r in book.signals(now_ns).replicas if r.replica_id == name]
     reports = [r for r in window(stream, now_ns) if isinstance(r, ReplicaReport)]
     assert [s.value for s in signals.window] == reports
-    assert signals.window_ms == sum(r.window_ms for r in reports)
+    assert signals.window_ms == pytest.approx(sum(r.window_ms for r in reports))
     seconds = signals.window_ms / 1000 or 1.0
-    assert signals.prefill_tps == sum(r.prefill_tokens for r in reports) / seconds
-    assert signals.decode_tps == sum(r.decode_tokens for r in reports) / seconds
+    assert signals.prefill_tps == pytest.approx(sum(r.prefill_tokens for r in reports) / seconds)
+    assert signals.decode_tps == pytest.approx(sum(r.decode_tokens for r in reports) / seconds)
     for field in ("prefix_query_tokens", "prefix_hit_tokens", "preemptions", "steps"):
         assert getattr(signals, field) == sum(getattr(r, field) for r in reports)
-    assert signals.itl == merged(r.itl for r in reports)
+    same(signals.itl, merged(r.itl for r in reports))
     busy = [(r.busy_share, r.window_ms) for r in reports if r.busy_share is not None]
-    assert signals.busy_share == (sum(b * w for b, w in busy) / sum(w for _, w in busy) if busy else None)
+    assert signals.busy_share == (
+        pytest.approx(sum(b * w for b, w in busy) / sum(w for _, w in busy)) if busy else None
+    )
 
 
 def check_traffic(traffic: Traffic, streams: Sequence[Stream], now_ns: int) -> None:
@@ -83,19 +109,35 @@ def check_traffic(traffic: Traffic, streams: Sequence[Stream], now_ns: int) -> N
         return total
 
     every = [r for reports in windows for r in reports]
-    assert (traffic.arrivals_ps, traffic.routed_ps, traffic.failed_ps) == (
-        rate("arrivals"),
-        rate("routed"),
-        rate("failed"),
-    )
-    assert (traffic.prompt_tps, traffic.output_tps) == (rate("prompt_tokens"), rate("output_tokens"))
-    assert (traffic.succeeded_ps, traffic.routed_prompt_tps) == (rate("succeeded"), rate("predicted_prompt_tokens"))
+    for figure, of in RATES.items():
+        assert getattr(traffic, figure) == pytest.approx(rate(of)), figure
     assert traffic.predicted_prompt_tokens == sum(sum(r.predicted_prompt_tokens.values()) for r in every)
     assert traffic.predicted_hit_tokens == sum(sum(r.predicted_hit_tokens.values()) for r in every)
-    assert traffic.ttft == merged(r.ttft for r in every)
-    assert traffic.itl == merged(r.itl for r in every)
-    assert traffic.e2e == merged(r.e2e for r in every)
-    assert traffic.ttft_error == merged(r.ttft_error_ms for r in every)
+    same(traffic.ttft, merged(r.ttft for r in every))
+    same(traffic.itl, merged(r.itl for r in every))
+    same(traffic.e2e, merged(r.e2e for r in every))
+    same(traffic.ttft_error, merged(r.ttft_error_ms for r in every))
+    check_named(traffic.by_class, windows, lambda r: r.by_class)
+    check_named(traffic.by_tenant, windows, lambda r: r.by_tenant)
+    assert traffic.demand_ps == pytest.approx(sum(c.demand_ps for c in traffic.by_class.values()))
+
+
+def check_named(
+    found: Mapping[str, Any],
+    windows: Sequence[Sequence[GatewayReport]],
+    of: Callable[[GatewayReport], Mapping[str, Any]],
+) -> None:
+    """Rates by class or tenant; those without any count are left out."""
+    expected: dict[str, list[float]] = {}
+    for reports in windows:
+        seconds = sum(r.window_ms for r in reports) / 1000 or 1.0
+        for report in reports:
+            for name, counts in of(report).items():
+                row = [value / seconds for value in dataclasses.astuple(counts)]
+                expected[name] = [a + b for a, b in zip(expected.get(name, [0.0] * len(row)), row, strict=True)]
+    assert found.keys() == {name for name, row in expected.items() if any(row)}
+    for name, rates in found.items():
+        assert dataclasses.astuple(rates) == pytest.approx(tuple(expected[name])), name
 
 
 @settings(max_examples=examples(15), deadline=None)

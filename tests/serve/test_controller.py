@@ -17,6 +17,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from deployments.control_desk import DecisionFilter
 from deployments.controller_actor import ACTOR_NAME, OWNER_DEPLOYMENT, controller_actor_config
 from deployments.scaling import INFLIGHT_METRIC, LOOK_BACK_S, METRICS_INTERVAL_S, autoscaling_config
 from deployments.serve_internals import find_controller_actor
@@ -234,7 +235,7 @@ def test_state_knows_the_reporters_and_serve_s_numbers(front: DeploymentHandle[A
     (replica,) = state["replicas"]
     assert replica["knobs"] == {"running_seqs_max": 16, "step_tokens_max": 512, "speculative_depth": None}
     assert [g["gateway_id"] for g in state["gateways"]] == ["front"]
-    fleet = {"replicas_running": 1, "replicas_target": 1, "replicas_min": 1, "replicas_max": 2}
+    fleet = {"replicas_running": 1, "replicas_target": 1, "replicas_min": 1, "replicas_max": 2, "unschedulable": 0}
     assert {key: value for key, value in state["fleet"].items() if key != "age_ms"} == fleet
     assert 'tidegate_control_ticks_total{result="ok"}' in _ask("metrics")
 
@@ -247,7 +248,7 @@ def test_a_queue_brings_the_second_replica_and_its_end_takes_it_away(front: Depl
     _until(lambda: _running(APP, 1), "one replica again")
     moves = [
         (d["before"]["replicas_target"], d["after"]["replicas_target"])
-        for d in _ask("decisions")
+        for d in _ask("decisions", 100, None, DecisionFilter())
         if d["lever"] == "replicas"
     ]
     assert (1, 2) in moves

@@ -39,7 +39,7 @@ def steady(rate_rps: float, prompt: int = 1_000, output: int = 1, duration_s: fl
 
 def task(load: SourceFactory, *profiles: EngineProfile, goal: Goal = GOAL, **changed: object) -> Task:
     values: dict[str, object] = {"divided": False, "autoscaled": False, "gateways": 1} | changed
-    config = PolicyConfig(objectives=goal.objectives, control=CLOCK)
+    config = PolicyConfig(objectives=goal.objectives, control=CLOCK, admission=AdmissionConfig(engine_wait_share=None))
     return Task("test", load, profiles or (PROFILE,), goal, config, **values)  # type: ignore[arg-type]
 
 

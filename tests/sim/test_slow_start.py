@@ -23,7 +23,8 @@ def test_a_queue_that_grows_while_replicas_start_buys_no_more_of_them() -> None:
         pools=(Pool(profile, 2, scaler=ReplicaScaler),),
         seed=1,
         config=PolicyConfig(
-            admission=AdmissionConfig(inflight_requests_max=2_000), scaling=ScalingConfig(replicas_max=16)
+            admission=AdmissionConfig(inflight_requests_max=2_000, engine_wait_share=None),
+            scaling=ScalingConfig(replicas_max=16),
         ),
         local_rule=decide,
     )

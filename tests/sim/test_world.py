@@ -92,12 +92,17 @@ def test_a_closed_loop_goes_on_when_its_answer_is_there() -> None:
     assert {r.task for r in result.records} == {"t"}
 
 
+ALL_SENT_ON = PolicyConfig(admission=AdmissionConfig(engine_wait_share=None))
+"""Gateways without a queue of their own."""
+
+
 def test_impatient_clients_leave_and_their_work_is_aborted() -> None:
     watcher = Watcher()
     clients = ClientSpec(patience_ms=300)
-    result = run(
-        poisson(rate_ps=7, seconds=15, replicas=1, profile=SLOW, prompt=2_000, clients=clients), observer=watcher
+    scenario = poisson(
+        rate_ps=7, seconds=15, replicas=1, profile=SLOW, prompt=2_000, clients=clients, config=ALL_SENT_ON
     )
+    result = run(scenario, observer=watcher)
     settled(result, watcher)
     gave_up = [r for r in result.records if r.outcome == "cancelled"]
     assert len(gave_up) > 20
@@ -118,7 +123,9 @@ def test_clients_repeat_at_most_as_often_as_they_may() -> None:
 
 
 def test_retry_after_is_waited_for() -> None:
-    config = PolicyConfig(admission=AdmissionConfig(inflight_requests_max=1, retry_after_s=2.0))
+    config = PolicyConfig(
+        admission=AdmissionConfig(inflight_requests_max=1, retry_after_s=2.0, retry_after_jitter_share=0.0)
+    )
     requests = [SimRequest(0, 0, 100, 400), SimRequest(1, SECOND, 100, 5)]
     clients = ClientSpec(retries_max=3, retry_pause_ms=10)
     result = run(listed(requests, config=config, gateways=1, clients=clients))
@@ -143,7 +150,7 @@ def test_some_clients_leave_in_the_middle_of_the_answer() -> None:
 def test_serves_slots_bound_what_a_replica_holds_and_nobody_is_lost() -> None:
     watcher = Watcher()
     pool = Pool(PROFILE, 2, ongoing_max=3)
-    result = run(poisson(rate_ps=40, seconds=5, pool=pool), observer=watcher)
+    result = run(poisson(rate_ps=40, seconds=5, pool=pool, config=ALL_SENT_ON), observer=watcher)
     settled(result, watcher)
     assert result.counters["slot_waits"] > 50
     assert result.counters["succeeded"] == len(result.records)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from policies.admission.limits import Admission, request_tokens
-from policies.config import AdmissionConfig, ConfigError
+from policies.config import AdmissionConfig
+from policies.config_base import ConfigError
 from policies.types import Request
 
 

@@ -7,73 +7,25 @@ from typing import Any
 
 import pytest
 
-from policies.batching import (
+from policies.batching.brake import BRAKE_QUIET_TICKS
+from policies.batching.outcome import ITL_SHARE_MIN
+from policies.batching.pace import RAISE_SHARE_MIN, RAISE_TICKS
+from policies.batching.solve import (
     BATCH_FACTOR_MIN,
-    BRAKE_QUIET_TICKS,
     DECODE_SHARE,
-    ITL_SHARE_MIN,
     KEEP_UP_STEPS,
     OUT_OF_REACH_FACTOR,
     PREFILL_TOKENS_MIN,
-    RAISE_SHARE_MIN,
-    RAISE_TICKS,
-    BatchMove,
     BatchPoint,
-    BatchTuner,
     solve,
     step_tokens_floor,
     trusted,
 )
-from policies.config import BatchingConfig, ObjectivesConfig
+from policies.config import ObjectivesConfig
 from policies.step_model import predict_step_ms
-from policies.types import Knobs, ReplicaReport, Sampled, StepCoefficients
-from tests.unit.control.fleet import CPU_STEP, SECOND_NS, histogram, replica_report
-
-CONFIG = BatchingConfig()
-OBJECTIVES = ObjectivesConfig(itl_ms=200.0)
-
-
-def point(**changes: Any) -> BatchPoint:
-    values: dict[str, Any] = {
-        "model": CPU_STEP,
-        "running": 16,
-        "kv_tokens": 4_800,
-        "kv_tokens_max": 40_000,
-        "running_seqs_hard": 16,
-        "step_tokens_hard": 2_048,
-    }
-    return BatchPoint(**(values | changes))
-
-
-class Replica:
-    """A replica's sliding window, and a tuner that sees it."""
-
-    def __init__(self, config: BatchingConfig = CONFIG, objectives: ObjectivesConfig = OBJECTIVES) -> None:
-        self.tuner = BatchTuner(config, objectives)
-        self.window: list[Sampled[ReplicaReport]] = []
-        self.now_ns = 0
-        self.moves: list[BatchMove] = []
-
-    def second(self, *, obey: bool = True, **report: Any) -> BatchMove:
-        self.now_ns += SECOND_NS
-        wish = self.tuner.wish
-        if obey and wish.step_tokens_max is not None:
-            report.setdefault("knobs", Knobs(wish.running_seqs_max, wish.step_tokens_max, None))
-        values: dict[str, Any] = {"running": 16, "kv_tokens_used": 4_800, "steps": 10, "decode_tokens": 160}
-        values.setdefault("itl", histogram(*[60.0] * 20))
-        sample = Sampled(replica_report(seq=len(self.moves) + 1, **(values | report)), self.now_ns)
-        self.window = [*self.window, sample][-12:]
-        move = self.tuner.step(self.window, self.now_ns)
-        self.moves.append(move)
-        return move
-
-    def seconds(self, n: int, **report: Any) -> list[BatchMove]:
-        return [self.second(**report) for _ in range(n)]
-
-    @property
-    def changes(self) -> list[BatchMove]:
-        return [m for m in self.moves if m.changed]
-
+from policies.types import Knobs, StepCoefficients
+from tests.unit.batching_rig import CONFIG, OBJECTIVES, Replica, point
+from tests.unit.control.fleet import CPU_STEP, histogram
 
 # --- solve ------------------------------------------------------------------------------------------------------------
 
@@ -333,12 +285,12 @@ def test_one_outcome_shrinks_the_aim_once() -> None:
     r = Replica(replace(CONFIG, step_tokens_min=88, settle_ticks=0))
     r.second(itl=histogram())
     r.seconds(2, itl=histogram(*[250.0] * 25))
-    aim = r.tuner._itl_share
-    assert aim < 1
-    r.second(itl=histogram(*[250.0] * 25))
-    assert r.tuner._itl_share == aim
-    r.second(itl=histogram(*[250.0] * 25))
-    assert r.tuner._itl_share < aim
+    aim = r.tuner._outcome.itl_share
+    assert aim < 0.8
+    r.seconds(20, itl=histogram(*[250.0] * 25))
+    assert r.tuner._outcome.itl_share == aim, "the same again says nothing new of the same budget"
+    r.seconds(12, itl=histogram(*[390.0] * 25))
+    assert r.tuner._outcome.itl_share < aim
 
 
 def test_the_models_value_returns_when_gaps_are_well_below_the_objective() -> None:
@@ -448,12 +400,12 @@ def test_a_flood_of_prompts_raises_a_shrunk_budget_at_once_and_a_lull_does_not_l
         "running_seqs_hard": 256, "itl": histogram(*[20.0] * 20),
     }  # fmt: skip
     r.seconds(3, **quiet)
-    r.tuner._itl_share = 0.35
+    r.tuner._outcome.itl_share = 0.35
     r.seconds(3, **quiet)
     low = r.tuner.wish.step_tokens_max or 0
     flood = r.second(**quiet, prefill_tokens=120_000)
     assert flood.reason.code == "KeepsUp"
     assert (flood.after.step_tokens_max or 0) > 2 * low
     high = flood.after.step_tokens_max or 0
-    r.tuner._itl_share = 0.35
+    r.tuner._outcome.itl_share = 0.35
     assert all(m.after.step_tokens_max == high for m in r.seconds(8, **quiet))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from policies.admission.gate import Entry
 from policies.build import build_policies
 from policies.config import PolicyConfig, RoutingConfig
 from policies.events import Arrived, Dispatch, Finish, FirstByte, Relay, ResponseEnded, ResponseStarted, Route, Routed
@@ -54,7 +55,7 @@ def test_gateways_share_nothing() -> None:
     one, other = build_policies(PolicyConfig(), seed=0), build_policies(PolicyConfig(), seed=0)
     one.update_members({"a": None}, 0)
     one.router.dispatched(a_request("r"), "a")
-    assert one.flow_context.admission.try_admit(a_request("r")) is None
+    assert one.flow_context.admission.arrive(a_request("r"), 0).entry is Entry.ADMITTED
     assert other.fleet.members() == ()
     assert (len(other.index), other.flow_context.admission.requests) == (0, 0)
 

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deployments import control_view
 from deployments.controller import FAILED_TICKS_MAX, GATEWAYS_MAX, Controller, next_due_ns
+from policies.tasks import TaskCounts, TaskUse
 from policies.types import (
     Decision,
     GatewayReport,
@@ -219,6 +220,11 @@ def test_state_is_json_without_nan_and_has_ages_knobs_and_objectives() -> None:
     (gateway,) = state["gateways"]
     assert (gateway["gateway_id"], gateway["failed"]) == ("g1", {"timeout": 1})
     assert state["fleet"]["replicas_max"] == 2
+    assert 0 < replica["confidence"] < 1  # a second of reports
+    (heard,) = state["gateway_signals"]
+    assert (heard["gateway_id"], heard["fresh"]) == ("g1", True)
+    assert 0 < heard["confidence"] < 1
+    assert state["models"]["m"]["replicas"] == 1
     assert {"name", "active", "evidence"} <= state["conditions"][0].keys()
 
 
@@ -233,13 +239,13 @@ def test_decisions_page_by_sequence_number_within_their_bound() -> None:
     controller = _controller(control={"decisions_max": 5})
     for seq in range(1, 9):
         controller._control.ledger.write(_draft(seq), seq, True)
-    every = controller.decisions()
+    every = controller.desk.decisions()
     assert [d["seq"] for d in every] == [4, 5, 6, 7, 8]  # bounded by decisions_max
-    assert [d["seq"] for d in controller.decisions(2)] == [7, 8]
-    assert [d["seq"] for d in controller.decisions(2, since_seq=5)] == [6, 7]
-    assert controller.decisions(2, since_seq=8) == []
-    assert controller.decisions(0) == []
-    assert controller.decisions(-1) == []
+    assert [d["seq"] for d in controller.desk.decisions(2)] == [7, 8]
+    assert [d["seq"] for d in controller.desk.decisions(2, since_seq=5)] == [6, 7]
+    assert controller.desk.decisions(2, since_seq=8) == []
+    assert controller.desk.decisions(0) == []
+    assert controller.desk.decisions(-1) == []
     json.dumps(every, allow_nan=False)
 
 
@@ -299,3 +305,13 @@ def test_plans_travel_to_serve_as_plain_values() -> None:
     wire = control_view.wire_plan(Plan("e", 3, 1_000.0, Mode.SHADOW, replicas_target=2, knobs={"r": Knobs(1)}))
     assert wire == {"epoch": "e", "seq": 3, "ttl_ms": 1_000.0, "mode": "shadow", "replicas_target": 2}
     assert type(wire["mode"]) is str
+
+
+def test_gateways_hear_of_each_others_tasks_through_the_controller() -> None:
+    controller = _controller()
+    use = TaskUse("a", "t", TaskCounts(calls=2, tokens=50), 0.0, 0.0)
+    first = controller.exchange_tasks("g1", "", 0, [use])
+    assert first.epoch == controller.epoch
+    second = controller.exchange_tasks("g2", "", 0, [])
+    assert [(u.task, u.counts.calls, u.counts.tokens) for u in second.uses] == [("t", 2, 50)]
+    assert controller.exchange_tasks("g2", second.epoch, second.seq, []).uses == ()

@@ -178,3 +178,11 @@ def test_an_engines_500_is_the_gateways_502() -> None:
 
 def test_messages_are_capped() -> None:
     assert len(from_engine(400, {"error": {"message": "x" * 100_000}}).message) == MESSAGE_CHARS_MAX + 3
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("opening", ["'loc': (", "'loc': (), 'msg': '", "'loc': (), 'msg': \"", 'File "', "<a"])
+def test_what_a_client_had_repeated_does_not_keep_the_reader_busy(opening: str) -> None:
+    """Engines repeat the client's own input; 200,000 characters of it took a minute."""
+    message = "1 validation error:\n" + opening * (200_000 // len(opening))
+    assert from_engine(400, {"error": {"message": message}}).status == 400

@@ -5,11 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from deployments.knobs import EngineGauges, EngineShared, SharedFileError, StepRecord
+from deployments.knobs import EngineGauges, EngineShared, SharedFileError, StepRecord, sizes_within
+from policies.speculation import NO_EXPLORATION, Bounds
 from policies.types import Knobs
 
 GAUGE_FIELDS = len(EngineGauges.__dataclass_fields__)
@@ -193,3 +195,60 @@ def test_another_version_is_refused(path: Path) -> None:
 def test_ring_length_is_bounded(path: Path, ring_steps: int) -> None:
     with pytest.raises(ValueError, match="ring_steps"):
         EngineShared.create(path, ring_steps)
+
+
+def test_bounds_of_exploration_travel_with_the_knobs(path: Path) -> None:
+    shared = EngineShared.create(path)
+    engine = EngineShared.open(path)
+    assert engine.bounds == NO_EXPLORATION
+    for bounds in (Bounds(0.02, 20, 3), Bounds(0.2, 5, None), NO_EXPLORATION):
+        shared.write_knobs(Knobs(speculative_depth=2), bounds)
+        assert engine.read_knobs() == Knobs(speculative_depth=2)
+        assert engine.bounds == bounds
+    shared.close()
+
+
+def test_a_step_tells_its_drafts(path: Path) -> None:
+    shared = EngineShared.create(path)
+    full = StepRecord(1, 2, 3, 4, 0, 4, 5, 0, 9, depth=4, draft_tokens=16, accepted_tokens=5)
+    EngineShared.open(path).append_step(full)
+    assert shared.read_steps(0)[0] == [full]
+    shared.close()
+
+
+def test_sizes_stay_within_the_limits_of_the_engine() -> None:
+    assert sizes_within(Knobs(8, 256), 16, 2_048, 16, 0) == (8, 256)
+    assert sizes_within(Knobs(), 16, 2_048, 16, 0) == (16, 2_048)
+    assert sizes_within(Knobs(99, 9_999), 16, 2_048, 16, 0) == (16, 2_048)
+    assert sizes_within(Knobs(0, 1), 16, 2_048, 16, 0) == (1, 16)
+    assert sizes_within(Knobs(2, 256), 16, 2_048, 16, 5)[0] == 5, "what runs stays"
+    assert sizes_within(Knobs(2, 256), 16, 2_048, 2_048, 0)[1] == 2_048, "an engine that needs its whole budget"
+
+
+def test_an_idle_engine_is_told_with_the_knobs_of_its_next_step_and_a_busy_one_with_its_last(tmp_path: Path) -> None:
+    now = EngineGauges(
+        running_seqs_hard=16, step_tokens_hard=2_048, running_seqs_now=16, step_tokens_now=2_048,
+        speculative_depth_now=4, speculative_depth_hard=4, step_tokens_floor=16,
+    )  # fmt: skip
+    with_work = replace(now, running=3, work_since_ns=5)
+    replica = EngineShared.create(tmp_path / "knobs")
+    engine = EngineShared.open(tmp_path / "knobs")
+    try:
+        replica.write_knobs(Knobs(2, 8, 9))
+        engine.write_gauges(with_work)
+        assert replica.read_gauges() == with_work
+        engine.write_gauges(now)
+        told = replica.read_gauges()
+        assert (told.running_seqs_now, told.step_tokens_now, told.speculative_depth_now) == (2, 16, 4)
+        replica.write_knobs(Knobs())
+        assert replica.read_gauges() == now, "the start-up values"
+        replica.write_knobs(Knobs(2, 8, 0))
+        fixed = replace(now, speculative_depth_now=None, speculative_depth_hard=0)
+        engine.write_gauges(fixed)
+        assert replica.read_gauges().speculative_depth_now is None
+        off = replace(fixed, running_seqs_now=0, step_tokens_now=0)
+        engine.write_gauges(off)
+        assert replica.read_gauges() == off, "one that follows nothing is told as it is"
+    finally:
+        engine.close()
+        replica.close()

@@ -3,16 +3,21 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
-from deployments import cli, launch
+from deployments import cli, launch, replica_host, upstream
+from deployments.auth import Authenticator
 from deployments.cluster import NotReadyError, Ports, RefusedError, ServeApi, cluster_environment
+from deployments.config_file import check_config
+from deployments.errors import GatewayError
 from deployments.settings import Settings, SettingsError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,10 +89,22 @@ def environment(args: dict[str, Any]) -> dict[str, str]:
     return cluster_environment(Settings.load(args), Ports(), "/tmp/tidegate-x", "run")
 
 
-def test_haproxys_timeouts_are_longer_than_the_gateways() -> None:
-    found = environment({"gateway": {"first_byte_timeout_ms": 900_000, "idle_timeout_ms": 5_000}})
-    for side in ("CLIENT", "SERVER"):
-        assert float(found[f"RAY_SERVE_HAPROXY_TIMEOUT_{side}_S"]) > 900
+def test_haproxy_waits_longer_for_an_answer_than_a_request_may_take() -> None:
+    found = environment({"gateway": {"total_timeout_ms": 900_000}})
+    for name in ("TIMEOUT_SERVER_S", "INGRESS_TIMEOUT_SERVER_S"):
+        assert float(found[f"RAY_SERVE_HAPROXY_{name}"]) > 900
+
+
+@pytest.mark.parametrize("name", ["client_idle_timeout_ms", "body_timeout_ms"])
+def test_haproxy_waits_longer_for_a_client_than_the_gateway(name: str) -> None:
+    assert float(environment({"gateway": {name: 900_000}})["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"]) > 900
+
+
+def test_each_hop_keeps_idle_connections_longer_than_the_one_before_it() -> None:
+    options = yaml.safe_load((ROOT / "serve_config.yaml").read_text(encoding="utf-8"))["http_options"]
+    load_balancers_s = 60  # nginx and AWS
+    assert options["keep_alive_timeout_s"] > load_balancers_s  # HAProxy to clients, and gateways to HAProxy
+    assert upstream.KEEPALIVE_S < replica_host.KEEP_ALIVE_S
 
 
 def test_haproxy_does_not_cut_streams_that_may_still_drain() -> None:
@@ -168,6 +185,32 @@ def test_anything_else_is_said(port: int, reply: tuple[int, bytes], words: str) 
 
 def test_nobody_there_is_said() -> None:
     assert "refused" in str(launch.probe(plan_for(1)))
+
+
+@pytest.mark.parametrize("args", ["", "args: {}", "args: {auth: {}}", "args: {auth: {keys_file: /a/keys.jsonl}}"])
+def test_the_first_question_has_a_key_whose_hash_alone_goes_to_serve(tmp_path: Path, port: int, args: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"applications:\n- name: x\n  import_path: 'deployments.app:build'\n  {args}\n")
+    plan = launch.read_plan(file, Ports(http=port))
+    keyed = launch.with_probe_key(plan, 60)
+    assert keyed.probe_key not in json.dumps(keyed.config) + repr(keyed)
+    assert "hash" not in json.dumps(plan.config), "the plan itself stays as it was"
+    auth = Authenticator(check_config(keyed.config)["x"].auth)
+    Answers.reply = (200, b'{"choices": [{"text": " Paris"}]}')
+    assert launch.probe(keyed) is None
+    given = {name.lower().encode(): value.encode() for name, value in Answers.asked["headers"].items()}
+    assert auth.authenticate(given).scopes == {"inference"}
+    late = Authenticator(check_config(keyed.config)["x"].auth, lambda: time.time() + 61)
+    with pytest.raises(GatewayError, match="expired"):
+        late.authenticate(given)
+
+
+def test_where_no_key_is_needed_none_is_made(port: int) -> None:
+    plan = launch.Plan({}, "tidegate", "/", Settings.load({"auth": "none"}), Ports(http=port))
+    assert launch.with_probe_key(plan, 60) is plan
+    Answers.reply = (200, b'{"choices": [{"text": " Paris"}]}')
+    assert launch.probe(plan) is None
+    assert "authorization" not in {name.lower() for name in Answers.asked["headers"]}
 
 
 def test_progress_names_each_deployment() -> None:

@@ -156,7 +156,7 @@ def test_a_local_model_keeps_the_engine_off_the_hub(tmp_path: Path) -> None:
     environment = engine_environment(settings, str(tmp_path))
     assert environment["HF_HUB_OFFLINE"] == "1"
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
-    assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment["OMP_NUM_THREADS"] == environment["NUMBA_NUM_THREADS"] == "2"
     assert "HF_HUB_OFFLINE" not in engine_environment(settings, "org/model")
 
 

@@ -133,12 +133,33 @@ def test_no_value_of_any_field_breaks_the_parser(value: Any, path: str, name: st
     ("extra", "tokens"),
     [
         ({}, None), ({"max_tokens": 7}, 7), ({"max_tokens": 0}, 0), ({"max_completion_tokens": 9, "max_tokens": 7}, 9),
-        ({"max_output_tokens": 5}, 5), ({"max_tokens": 7, "n": 3}, 21), ({"max_tokens": 10**12}, 10_000_000),
-        ({"max_tokens": 1, "n": 10**9}, 128),
+        ({"max_tokens": 7, "n": 3}, 21), ({"max_tokens": 10**12}, 10_000_000), ({"max_tokens": 1, "n": 10**9}, 16_384),
+        ({"max_output_tokens": 5}, None), ({"max_output_tokens": 5, "max_tokens": 900}, 900),
+        ({"max_completion_tokens": "900", "max_tokens": 7}, 900), ({"max_tokens": 7, "n": "3"}, 21),
+        ({"max_tokens": 7.0, "n": 3.0}, 21), ({"max_completion_tokens": "x", "max_tokens": 7}, None),
     ],
 )  # fmt: skip
-def test_output_tokens_are_the_clients_limit_times_its_choices(extra: dict[str, Any], tokens: int | None) -> None:
+def test_output_tokens_are_the_limit_the_engine_reads_times_the_choices(
+    extra: dict[str, Any], tokens: int | None
+) -> None:
     assert parse(chat("hi", **extra)).output_tokens_max == tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "tokens"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b", "c"], "max_tokens": 7, "n": 2}, 42),
+        ("/v1/completions", {"prompt": [[1, 2], [3]], "max_tokens": 7}, 14),
+        ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 7}, 7),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 900, "max_completion_tokens": 1}, 900),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 900, "max_completion_tokens": 1}, 900),
+        ("/v1/messages", {"messages": [], "max_tokens": 900, "max_output_tokens": 1}, 900),
+        ("/v1/embeddings", {"input": ["a", "b"], "max_tokens": 7}, 0),
+    ],
+)
+def test_output_tokens_of_a_batch_and_of_other_endpoints(path: str, fields: dict[str, Any], tokens: int) -> None:
+    parsed = parse({"model": MODEL, **fields}, RELAYED[path])
+    assert parsed.output_tokens_max == tokens
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import time
@@ -28,6 +29,7 @@ from autoscaling.simulator.recorded import (
 )
 from autoscaling.simulator.replay import Lost, Replayed, Writer, differences, replay_decisions
 from deployments import recording
+from deployments.control_desk import Refused
 from deployments.controller import Controller
 from deployments.recording import Recorder, check_folder, code_digest, new_header, request_line
 from deployments.settings import Settings, SettingsError
@@ -36,6 +38,7 @@ from policies.config import ScalingConfig
 from policies.control.scaler import ScaleAdvice
 from policies.control.signals import Signals
 from policies.events import Finish, Outcome, Usage
+from policies.steering import Knob, Override
 from policies.types import (
     FleetView,
     GatewayReport,
@@ -301,12 +304,27 @@ def gateway_report(rng: random.Random, seq: int, load: float) -> GatewayReport:
     )
 
 
+def by_hand(controller: Controller, tick: int) -> None:
+    """People set something, take it back, and promise something else."""
+    desk = controller.desk
+    if tick == 30:
+        held = desk.set_override(Override("", Knob.STEP_TOKENS_MAX, value=300, remaining_ms=20_000))
+        assert not isinstance(held, Refused)
+        assert not isinstance(desk.set_shadow(True, Override("", Knob.AFFINITY_STRENGTH, remaining_ms=5_000)), Refused)
+    if tick == 40:
+        assert not isinstance(desk.drop_overrides(None, "k"), Refused)
+    if tick == 50:
+        for _ in range(2):  # both gateways tell it
+            assert desk.set_objectives({"objectives": {"itl_ms": 60, "ttft_ms": 500}}, "g1") is None
+
+
 @pytest.fixture(scope="module")
 def life(tmp_path_factory: pytest.TempPathFactory) -> Writer:
     """One controller of the live code, 90 ticks of load that rises and falls, without a clock to wait for."""
     folder, rng, at = tmp_path_factory.mktemp("life"), random.Random(7), 10**12
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deployments.controller.now_ns", lambda: at)
+        patch.setattr("deployments.control_desk.now_ns", lambda: at)
         args = {
             "recording": {"folder": str(folder)},
             "scaling": {"replicas_max": 5, "down_window_s": 10},
@@ -320,6 +338,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Writer:
                 controller.report_replica(replica_report(rng, replica, n, load))
             controller.report_gateway(gateway_report(rng, n - (n == 50), load))  # one comes twice
             running = 1 + n // 30
+            by_hand(controller, n)
             controller.fleet(
                 {"replicas_running": running, "replicas_target": running, "replicas_min": 1, "replicas_max": 5}
             )
@@ -364,6 +383,16 @@ def test_one_changed_byte_is_found(life: Writer, tmp_path: Path) -> None:
     (difference,) = differences(found.recorded, found.replayed)
     was, now = found.recorded.affinity_strength, found.replayed.affinity_strength
     assert str(difference) == f"tick {found.recorded.tick}: affinity_strength: recorded {was}, replayed {now}"
+
+
+def test_what_people_set_is_recorded_and_decides_again(life: Writer) -> None:
+    """The replay above is equal only because of these lines; without them it is not."""
+    lines = Path(life.files[0]).read_text().splitlines(keepends=True)
+    by_hand = [line for line in lines if json.loads(line)["kind"] in {"override", "override_end", "objectives"}]
+    assert [json.loads(line)["kind"] for line in by_hand] == [*["override"] * 2, "override_end", "objectives"]
+    left_out = Path(life.files[0]).with_name("left_out.txt")
+    left_out.write_text("".join(line for line in lines if line not in by_hand))
+    assert not all(i.equal for i in replay_decisions(read_file(left_out, never)) if isinstance(i, Replayed))
 
 
 def test_a_hole_ends_the_replay_where_it_is(life: Writer, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -14,6 +16,8 @@ from deployments.clock import now_ns
 from deployments.knobs import EngineGauges, StepRecord
 from deployments.replica_host import ReplicaUnhealthyError
 from deployments.reporting import WARM_UP_STEPS
+from policies.measures import DepthUse, GpuReading
+from policies.steering import ANY, Knob, Override
 from policies.types import LATENCY_BOUNDS_MS, Knobs, Mode, Plan, ReplicaState
 from tests.unit.replica_bench import REPLICA, Bench, until
 
@@ -172,6 +176,21 @@ async def test_a_slow_reader_is_no_fault_of_the_engine(tmp_path: Path) -> None:
     await bench.close()
 
 
+async def test_one_that_the_plan_retires_fails_its_check_until_the_plan_is_gone(bench: Bench) -> None:
+    await bench.start()
+    bench.host.apply_plan(Plan("epoch", 1, 60_000, Mode.SHADOW, retired=frozenset({REPLICA})))
+    await bench.host.check_health()
+    bench.host.apply_plan(Plan("epoch", 2, 60_000, Mode.ACT, retired=frozenset({REPLICA, "another"})))
+    with pytest.raises(ReplicaUnhealthyError, match="retires"):
+        await bench.host.check_health()
+    assert bench.host.routing_stats()["state"] == "draining"
+    async with bench.get("/") as response:
+        assert response.status == 200
+    bench.host.apply_plan(Plan("epoch", 3, 60_000, Mode.ACT, retired=frozenset({"another"})))
+    await bench.host.check_health()
+    assert bench.host.state() is ReplicaState.READY
+
+
 async def test_a_dead_server_is_unhealthy(bench: Bench) -> None:
     with pytest.raises(ReplicaUnhealthyError, match="server"):
         await bench.host.check_health()
@@ -294,6 +313,82 @@ async def test_a_report_counts_one_window(bench: Bench) -> None:
     assert (second.seq, second.steps, second.finished, second.prefix_query_tokens) == (2, 0, 0, 0)
     assert second.itl.count == 0
     assert second.busy_share == 0
+
+
+async def test_a_report_tells_goodput_by_depth_and_batch_and_no_model_learns_from_drafts(bench: Bench) -> None:
+    await bench.start()
+    before = bench.host._builder.coefficients()
+    steps = [
+        StepRecord(100, 0, 20_000, 1, 0, 1, 16, 0, 5, 4, 4, 4),
+        StepRecord(101, 0, 30_000, 1, 0, 1, 16, 0, 1, 4, 4, 0),
+        StepRecord(102, 0, 10_000, 3, 0, 3, 16, 0, 3, 0, 0, 0),
+        StepRecord(103, 0, 90_000, 4, 50, 3, 16, 0, 4, 4, 9, 0),  # with a prompt: no decode step
+    ]
+    for n, step in enumerate(steps, start=1):
+        bench.core.append_step(replace(step, seq=n))
+    bench.core.write_gauges(EngineGauges(speculative_depth_now=2, speculative_depth_hard=4))
+    report = bench.host.build_report()
+    assert report.depth_use == (DepthUse(0, 4, 1, 3, 3, 10.0, 0), DepthUse(4, 1, 2, 2, 6, 50.0, 8))
+    assert (report.draft_tokens, report.accepted_tokens) == (17, 4)
+    assert (report.knobs.speculative_depth, report.speculative_depth_hard) == (2, 4)
+    for seq in range(len(steps) + 1, WARM_UP_STEPS + 2):
+        bench.core.append_step(replace(steps[0], seq=seq))
+    assert bench.host.build_report().step_model == before
+    bench.core.append_step(replace(steps[2], seq=WARM_UP_STEPS + 2))
+    assert bench.host.build_report().step_model != before
+
+
+async def test_an_engine_that_does_not_speculate_tells_no_depths(bench: Bench) -> None:
+    await bench.start()
+    bench.core.append_step(StepRecord(1, 0, 20_000, 1, 0, 1, 16, 0))
+    bench.core.write_gauges(EngineGauges(speculative_depth_now=None))
+    report = bench.host.build_report()
+    assert (report.depth_use, report.speculative_depth_hard) == ((), None)
+
+
+async def test_exploration_comes_with_the_plan_and_ends_with_a_depth_set_by_hand(bench: Bench) -> None:
+    await bench.start()
+    knobs = {bench.host._identity.replica_id: Knobs(speculative_depth=2)}
+
+    def bounds() -> float:
+        bench.core.read_knobs()
+        return bench.core.bounds.share
+
+    assert bounds() == 0
+    bench.host.apply_plan(Plan("e", 1, 60_000, Mode.ACT, knobs=knobs))
+    assert bounds() == 0.02
+    held = Override("o", Knob.SPECULATIVE_DEPTH, ANY, 2)
+    bench.host.apply_plan(Plan("e", 2, 60_000, Mode.ACT, knobs=knobs, overrides=(held,)))
+    assert bounds() == 0
+    bench.host.apply_plan(Plan("e", 3, 60_000, Mode.ACT, knobs=knobs))
+    assert bounds() == 0.02
+    bench.host.apply_plan(Plan("e", 4, 60_000, Mode.SHADOW, knobs=knobs))
+    assert bounds() == 0
+
+
+async def test_a_device_that_hangs_makes_readings_unknown_and_nothing_late(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.replica_host.GPU_READ_S", 0.05)
+    let_go, reads = threading.Event(), 0
+
+    def read() -> GpuReading:
+        nonlocal reads
+        reads += 1
+        if reads == 2:
+            let_go.wait(20)
+        return GpuReading(sm_share=0.5, power_w=300.0)
+
+    bench.host._gpu = read
+    first = bench.host.build_report(await bench.host._read_gpu())
+    assert (first.gpu, first.gpu_utilisation_share) == (GpuReading(sm_share=0.5, power_w=300.0), 0.5)
+    for _ in range(3):
+        hanging = bench.host.build_report(await bench.host._read_gpu())
+        assert (hanging.gpu, hanging.gpu_utilisation_share) == (None, None)
+    assert reads == 2  # one that hangs is not joined by others
+    let_go.set()
+    await until(lambda: bench.host._gpu_read is not None and bench.host._gpu_read.done())
+    assert await bench.host._read_gpu() is not None
 
 
 async def test_records_overwritten_unread_are_counted(tmp_path: Path) -> None:

@@ -15,14 +15,20 @@ from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from deployments.clock import now_ns
+from deployments.control_view import wire_plan
 from deployments.scaling import (
     INFLIGHT_METRIC,
+    REPLICA_PREFIX,
     FollowedPlan,
     PlanFollowingPolicy,
+    RoomWatch,
     autoscaling_config,
     decide,
 )
 from deployments.settings import Settings
+from policies.steering import Knob, Lever, Override
+from policies.types import Mode
+from tests.unit.control.rig import REPLICAS, Rig, Scripted, every, quiet_config
 
 ENGINE = DeploymentID(name="Engine", app_name="app")
 S_NS = 1_000_000_000
@@ -163,8 +169,42 @@ def test_an_old_plan_is_left_for_the_local_rule() -> None:
 def test_in_shadow_mode_the_number_is_left_alone_plan_or_not() -> None:
     policy = _policy(acting=False)
     assert policy(_ctx(running=2, target=2, inflight=[100.0, 100.0]))[0] == 2
-    policy.receive(_plan(target=4), now_ns())
+    policy.receive(_plan(target=4, mode="shadow"), now_ns())
     assert policy(_ctx(running=2, target=2))[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("configured", "by_hand", "followed"),
+    [
+        (Mode.SHADOW, [], None),
+        (Mode.SHADOW, [Override("o", Knob.REPLICAS_TARGET, value=4, remaining_ms=60_000)], 4),
+        (Mode.SHADOW, [Override("o", Knob.REPLICAS_TARGET, mode="act", remaining_ms=60_000)], 3),
+        (Mode.SHADOW, [Override("o", Knob.RUNNING_SEQS_MAX, value=4, remaining_ms=60_000)], None),
+        (Mode.ACT, [], 3),
+        (Mode.ACT, [Override("o", None, mode="shadow", remaining_ms=60_000)], None),
+        (
+            Mode.ACT,
+            [
+                Override("o", None, mode="shadow", remaining_ms=60_000),
+                Override("p", Knob.REPLICAS_TARGET, value=4, remaining_ms=60_000),
+            ],
+            4,
+        ),
+    ],
+    ids=["shadow", "number", "act", "another knob", "acting", "shadow by hand", "number in shadow by hand"],
+)
+def test_what_people_set_counts_more_than_the_configured_mode(
+    configured: Mode, by_hand: list[Override], followed: int | None
+) -> None:
+    """From the override to Serve's number, through the controller's tick and the plan as it travels."""
+    grows = Scripted(Lever.REPLICAS, {REPLICAS: 2}, every(1_000, 3, begin=5))
+    rig = Rig(quiet_config(mode=configured), [grows], replicas=2)
+    for override in by_hand:
+        rig.state.overrides.put(override, rig.now_ns)
+    rig.run(6)
+    policy = _policy(acting=configured is Mode.ACT)
+    policy.receive(wire_plan(rig.results[-1].plan), now_ns())
+    assert policy(_ctx(running=2, target=2))[0] == (followed or 2)
 
 
 def test_serve_passes_the_answer_on_undamped_in_both_directions() -> None:
@@ -193,6 +233,26 @@ def test_two_questions_within_a_second_are_one_exchange() -> None:
     first = policy._exchange
     policy(_ctx())
     assert policy._exchange is first
+
+
+def test_replicas_without_room_are_counted_by_how_long_they_wait() -> None:
+    watch, pg, actor = RoomWatch(), f"{REPLICA_PREFIX}app#Engine#a", f"{REPLICA_PREFIX}app#Engine#b"
+    placed = {f"{REPLICA_PREFIX}app#Engine#c": "CREATED"}
+    assert watch.count(placed | {pg: "PENDING"}, [pg, actor], 0) == 0
+    assert watch.count(placed | {pg: "PENDING"}, [pg, actor], 5 * S_NS) == 1
+    assert watch.count(placed | {pg: "PENDING"}, [pg, actor], 30 * S_NS) == 2
+    assert watch.count(placed | {pg: "CREATED"}, [pg, actor], 31 * S_NS) == 1  # placed, and starts now
+    assert watch.count(placed, [], 32 * S_NS) == 0
+    assert watch.count(placed | {pg: "RESCHEDULING"}, [actor], 33 * S_NS) == 0
+
+
+def test_serve_names_replicas_as_the_watch_expects() -> None:
+    assert ReplicaID(unique_id="r1", deployment_id=ENGINE).to_full_id_str() == f"{REPLICA_PREFIX}app#Engine#r1"
+
+
+def test_what_ray_does_not_tell_is_no_shortage_of_room() -> None:
+    missing = {"replicas_running": 0, "replicas_target": 1}
+    assert _policy()._unschedulable(missing, "app", "Engine") == 0
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ import pytest
 
 from deployments import settings as settings_module
 from deployments.engine_arguments import engine_arg_names, names_in
+from deployments.key_file import KEYS_MAX
 from deployments.settings import Settings, SettingsError
+from deployments.settings_engine import RESERVED_ENGINE_ARGS
 from deployments.settings_errors import VALUE_CHARS_MAX, key_paths, nearest, shown, unit_of
 from policies.config import PolicyConfig, RoutingConfig
 from policies.types import Mode
@@ -35,7 +37,8 @@ def test_no_arguments_give_the_defaults_of_the_policies() -> None:
 
 def test_every_family_of_the_policy_config_is_a_section_and_reaches_it() -> None:
     for family in dataclasses.fields(PolicyConfig):
-        assert family.name in Settings.model_fields
+        assert family.name in Settings.model_fields or family.name == "gateways"
+    assert Settings.load({"gateway": {"replicas": 3}}).policy_config().gateways == 3
     loaded = Settings.load(
         {"routing": {"block_bytes": 512, "step_prior": {"a_ms": 1, "b_ms": 2, "c_ms": 3, "d_ms": 4}}}
     )
@@ -178,6 +181,87 @@ def test_device_and_resources_must_agree(model: dict[str, Any], key: str) -> Non
     assert only({"model": model}).startswith(f"{key}: ")
 
 
+# --- API keys ---------------------------------------------------------------------------------------------------------
+
+KEY_RECORD = {
+    "id": "k1", "tenant": "acme", "scopes": ["inference"], "salt": "0" * 32, "hash": "1" * 64,
+    "created": "2026-11-30T12:00:00Z",
+}  # fmt: skip
+
+
+def test_keys_are_needed_unless_the_configuration_says_none() -> None:
+    assert Settings.load({}).auth.required
+    assert Settings.load({"auth": {}}).auth.required
+    assert not Settings.load({"auth": "none"}).auth.required
+
+
+@pytest.mark.parametrize("auth", ["none", {}, {"keys_file": "/a/keys.jsonl"}, {"keys": [KEY_RECORD]}])
+def test_authentication_survives_the_way_to_another_process(auth: Any) -> None:
+    settings = Settings.load({"auth": auth})
+    assert Settings.load(settings.to_args()) == settings
+    assert settings.to_args()["auth"] == auth or auth != "none"
+
+
+@pytest.mark.parametrize("auth", [None, "None", "NONE", "off", "", False, 0, [], ["none"], "none "])
+def test_nothing_but_the_word_none_switches_authentication_off(auth: Any) -> None:
+    assert "must be the word none, or a section" in only({"auth": auth})
+
+
+def test_authentication_cannot_be_switched_off_from_inside_its_section() -> None:
+    for name in ("none", "_none", "required", "enabled"):
+        assert "unknown key" in only({"auth": {name: False}})
+
+
+def test_without_authentication_only_this_host_is_answered() -> None:
+    assert only({"auth": "none", "gateway": {"clients": "any"}}).startswith("gateway.clients: 'any': needs API keys")
+    assert Settings.load({"gateway": {"clients": "any"}}).auth.required
+
+
+@pytest.mark.parametrize("name", ["", "a b", "-x", "ä", "x" * 65, "a\n"])
+def test_a_tenants_name_must_be_one_that_a_key_can_have(name: str) -> None:
+    assert "must be 1 to 64 letters" in only({"tenants": {name: {}}})
+
+
+def test_a_budget_without_prices_is_refused_because_nothing_would_ever_be_spent() -> None:
+    tenants = {"acme": {"budget_usd_max": 5}}
+    assert only({"tenants": tenants}).startswith("tenants.acme.budget_usd_max: has no effect")
+    assert Settings.load({"tenants": tenants, "prices": {"output_usd_per_mtok": 1}}).tenants["acme"].budget_usd_max == 5
+
+
+@pytest.mark.parametrize(
+    ("auth", "path"),
+    [
+        ({"keys_file": "keys.jsonl"}, "auth.keys_file"), ({"keys_file": ""}, "auth.keys_file"),
+        ({"keys_file": 3}, "auth.keys_file"), ({"keys_file": "/a\0b"}, "auth.keys_file"),
+        ({"keys": {}}, "auth.keys"), ({"keys": [KEY_RECORD, KEY_RECORD]}, "auth.keys"),
+        ({"keys": [KEY_RECORD | {"hash": "1"}]}, "auth.keys.0.hash"),
+        ({"keys": [KEY_RECORD | {"scopes": ["all"]}]}, "auth.keys.0.scopes"),
+        ({"keys": [{k: v for k, v in KEY_RECORD.items() if k != "salt"}]}, "auth.keys.0.salt"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_of_authentication_are_named(auth: Any, path: str) -> None:
+    assert only({"auth": auth}).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"auth": "tg-abc-hush"}, {"auth": ["tg-abc-hush"]}, {"auth": {"keys": ["tg-abc-hush"]}},
+        {"auth": {"keys": "hush"}}, {"auth": {"key": "hush"}}, {"auth": {"keys": [KEY_RECORD | {"secret": "hush"}]}},
+        {"auth": {"keys": [KEY_RECORD | {"hash": "hush"}]}}, {"auth": {"keys_file": "hush"}},
+        {"gateway": {"api_key": "tg-abc-hush"}}, {"model": {"name": "tg-abc-hush?"}},
+    ],
+)  # fmt: skip
+def test_a_key_in_the_wrong_place_is_not_repeated_in_the_error(args: Any) -> None:
+    assert "hush" not in only(args)
+
+
+def test_more_keys_than_the_bound_are_refused() -> None:
+    many = [KEY_RECORD | {"id": f"k{n}"} for n in range(KEYS_MAX + 1)]
+    assert len(Settings.load({"auth": {"keys": many[:-1]}}).auth.keys) == KEYS_MAX
+    assert only({"auth": {"keys": many}}).startswith("auth.keys: ")
+
+
 # --- arguments of vLLM ------------------------------------------------------------------------------------------------
 
 needs_vllm = pytest.mark.skipif(engine_arg_names() is None, reason="vLLM is not installed")
@@ -194,7 +278,7 @@ def test_an_engine_argument_in_the_wrong_place_is_told_where_it_belongs() -> Non
     assert "it belongs at 'model.engine_args.max_model_len'" in only({"model": {"max_model_len": 2048}})
 
 
-@pytest.mark.parametrize("name", sorted(settings_module.RESERVED_ENGINE_ARGS))
+@pytest.mark.parametrize("name", sorted(RESERVED_ENGINE_ARGS))
 def test_what_tidegate_sets_itself_is_refused(name: str) -> None:
     assert "is set by Tidegate" in only({"model": {"engine_args": {name: "x"}}})
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from policies.step_model import StepModel, largest, predict_step_ms, prefill_ms
+from policies.step_model import StepModel, largest, mean_coefficients, predict_step_ms, prefill_ms
 from policies.types import StepCoefficients
 
 CPU = StepCoefficients(30.0, 1.8, 0.5, 1.86)
@@ -223,3 +223,72 @@ def test_the_largest_value_is_found_whatever_the_guess() -> None:
 
     assert largest(1, 1_000_000, ok, 777_777.4) == 777_777
     assert len(looks) <= 4, "a right guess spares the search"
+
+
+# --- drift ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.15, 0.25])
+def test_noise_is_no_drift(noise: float) -> None:
+    model = StepModel(PRIOR)
+    teach(model, CPU, random_steps(20_000, 1), noise)
+    assert model.coefficients().drifts == 0
+
+
+def test_slow_steps_now_and_then_are_no_drift() -> None:
+    model, rng = StepModel(PRIOR), random.Random(3)
+    for step in random_steps(5_000, 3):
+        factor = 20 if rng.random() < 0.02 else 1
+        model.observe(*step, factor * predict_step_ms(CPU, *step) * rng.gauss(1, 0.03))
+    assert model.coefficients().drifts == 0
+
+
+def test_another_load_is_no_drift() -> None:
+    model = StepModel(PRIOR)
+    teach(model, CPU, [(1.0, 300.0, 0.0)] * 1_000 + random_steps(300, 2))
+    teach(model, CPU, [(16.0, 14_000.0, 0.0)] * 1_000 + [(1.0, 1_400.0, 1_400.0)] * 200)
+    assert model.coefficients().drifts == 0
+
+
+@pytest.mark.parametrize(("factor", "within"), [(1.3, 60), (1.5, 30), (3.0, 20), (0.5, 20), (1 / 3, 20)])
+def test_a_lasting_change_of_speed_is_one_drift_found_within_steps(factor: float, within: int) -> None:
+    model = StepModel(PRIOR)
+    teach(model, CPU, random_steps(2_000, 1))
+    teach(model, CPU, random_steps(within, 2), factor=factor)
+    assert model.coefficients().drifts == 1
+    teach(model, CPU, random_steps(3_000, 3), factor=factor)
+    assert model.coefficients().drifts == 1
+    assert mean_error(model, CPU, random_steps(100, 4), factor=factor) < 0.02
+
+
+def test_a_slower_engine_that_only_decodes_is_known_to_prefill_more_slowly_too() -> None:
+    model = StepModel(PRIOR)
+    teach(model, CPU, random_steps(2_000, 1))
+    teach(model, CPU, random_steps(100, 2, prefill=False), factor=2.0)
+    assert model.coefficients().drifts == 1
+    assert model.coefficients().d_ms == pytest.approx(2 * CPU.d_ms, rel=0.15)
+
+
+def test_prompts_that_do_not_fit_the_law_while_decoding_does_are_no_drift() -> None:
+    model, rng = StepModel(PRIOR), random.Random(5)
+    teach(model, CPU, random_steps(2_000, 1))
+    for step in random_steps(400, 2):
+        factor = 1.8 if step[2] else 1.0
+        model.observe(*step, factor * predict_step_ms(CPU, *step) * rng.gauss(1, 0.03))
+    assert model.coefficients().drifts == 0
+    assert model.coefficients().d_ms == pytest.approx(1.8 * CPU.d_ms, rel=0.1), "it is learned all the same"
+
+
+@pytest.mark.skipif(not DATA.exists(), reason=f"public vLLM step logs are not at {DATA}")
+def test_real_vllm_logs_have_no_drift() -> None:
+    for steps in real_steps().values():
+        model = StepModel(PRIOR)
+        for step in steps:
+            model.observe(*step)
+        assert model.coefficients().drifts == 0
+
+
+def test_the_mean_of_like_engines_knows_as_much_as_the_one_that_knows_least() -> None:
+    models = [StepCoefficients(10.0, 1.0, 0.1, 0.2, 50), StepCoefficients(30.0, 2.0, 0.3, 0.6, 20)]
+    assert mean_coefficients(models) == StepCoefficients(20.0, 1.5, 0.2, 0.4, 20)
+    assert mean_coefficients([]) is None

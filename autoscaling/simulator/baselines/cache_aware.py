@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from autoscaling.simulator.baselines.choices import CHARS_PER_TOKEN, available, choice, nobody, prompt_chars
 from autoscaling.simulator.baselines.prefix_tree import PrefixTree
+from policies.routing.strategy import RoutingStrategy
 from policies.types import ReplicaId, ReplicaView, Request, RouteChoice
 
 
@@ -42,7 +43,7 @@ SGLANG = CacheAwareSettings(eviction_interval_s=60.0, max_tree_chars=2**26)
 """Defaults of sglang-router 0.3.2, where they differ."""
 
 
-class CacheAware:
+class CacheAware(RoutingStrategy):
     """One router process."""
 
     def __init__(self, settings: CacheAwareSettings | None = None) -> None:

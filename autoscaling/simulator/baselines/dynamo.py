@@ -31,6 +31,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoscaling.capacity import ceiling
 from autoscaling.simulator.baselines.dynamo_engine import (
     EngineSurface,
     surface_of_coefficients,
@@ -42,7 +43,8 @@ from autoscaling.simulator.spec import EngineProfile, ScalerFactory
 from policies.config import PolicyConfig
 from policies.control.scaler import ScaleAdvice
 from policies.control.signals import ReplicaSignals, Signals, Traffic
-from policies.types import Histogram, StepCoefficients
+from policies.step_model import mean_coefficients
+from policies.types import Histogram
 
 ROLES = ("both", "prefill", "decode")
 """Roles of ``spec.Pool``."""
@@ -165,7 +167,7 @@ class DynamoPlanner:
         else:
             engines = rate / surface.both_rps(isl, osl, self._ttft_ms, self._itl_ms, interval.hit_share)
             inputs["hit_share"] = interval.hit_share
-        wanted = max(1, math.ceil(engines - 1e-9))
+        wanted = max(1, ceiling(engines))
         step = self._settings.step_replicas_max
         self._target = bounded(min(max(wanted, running - step), running + step), self._bounds)
         text = f"{rate:.2f} requests/s of {isl:.0f}+{osl:.0f} tokens fill {engines:.2f} engines"
@@ -197,13 +199,12 @@ def dynamo_scaler(profile: EngineProfile | None = None, settings: DynamoSettings
 def _live_surface(replicas: Sequence[ReplicaSignals]) -> EngineSurface | None:
     models = [(r.latest, r.latest.step_model) for r in replicas]
     known = [(report, model) for report, model in models if model is not None and model.samples]
-    if not known:
+    mean = mean_coefficients([model for _, model in known])
+    if mean is None:
         return None
-    n = len(known)
-    a, b, c, d = (math.fsum(m) / n for m in zip(*((m.a_ms, m.b_ms, m.c_ms, m.d_ms) for _, m in known), strict=True))
-    kv = math.fsum(report.kv_tokens_max for report, _ in known) / n
+    kv = math.fsum(report.kv_tokens_max for report, _ in known) / len(known)
     return surface_of_coefficients(
-        StepCoefficients(a, b, c, d),
+        mean,
         kv or math.inf,
         min(report.running_seqs_hard for report, _ in known),
         min(report.step_tokens_hard for report, _ in known),

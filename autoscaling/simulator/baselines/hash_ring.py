@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from autoscaling.simulator.baselines.choices import available, choice, nobody
 from policies.routing.rendezvous import score, text_key
+from policies.routing.strategy import RoutingStrategy
 from policies.types import ReplicaId, ReplicaView, Request, RouteChoice
 
 
@@ -33,7 +34,7 @@ class HashRingSettings:
     """``None``: loads are not bounded."""
 
 
-class ConsistentHashing:
+class ConsistentHashing(RoutingStrategy):
     """One gateway's ring. All gateways build the same one."""
 
     def __init__(self, settings: HashRingSettings | None = None) -> None:

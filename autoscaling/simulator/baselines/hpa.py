@@ -26,6 +26,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from autoscaling.capacity import ceiling
 from autoscaling.simulator.baselines.fleet_view import FleetState, advice, bounded, fleet_state, unknown
 from policies.config import PolicyConfig
 from policies.control.scaler import ScaleAdvice
@@ -103,13 +104,13 @@ class HpaScaler:
         unready = max(0, fleet.target - fleet.running)
         if not missing and (ratio <= 1 or not unready):
             within = abs(1 - ratio) <= tolerance
-            return (fleet.target if within else _ceil(ratio * len(shares))), ratio
+            return (fleet.target if within else ceiling(ratio * len(shares))), ratio
         assumed = math.fsum(shares) + (missing * target if ratio < 1 else 0.0)
         pods = len(shares) + missing + (unready if ratio > 1 else 0)
         again = assumed / (target * pods)
         if abs(1 - again) <= tolerance or (ratio < 1) != (again < 1):
             return fleet.target, ratio
-        desired = _ceil(again * pods)
+        desired = ceiling(again * pods)
         turned = desired > fleet.target if again < 1 else desired < fleet.target
         return (fleet.target if turned else desired), ratio
 
@@ -130,7 +131,3 @@ class HpaScaler:
         start = target - sum(n for _, n in self._rises)
         most = max(start + self._settings.up_pods, math.ceil(start * (1 + self._settings.up_share)))
         return min(desired, max(target, most))
-
-
-def _ceil(value: float) -> int:
-    return math.ceil(value - 1e-9)

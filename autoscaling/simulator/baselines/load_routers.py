@@ -28,11 +28,27 @@ from autoscaling.simulator.baselines.choices import (
     queue_length,
 )
 from policies.routing.predict import joined_load
+from policies.routing.strategy import RoutingStrategy
 from policies.types import ReplicaId, ReplicaView, Request, RouteChoice
 
 
-class LoadRouter:
-    """Base of routers that remember nothing of requests and replicas."""
+class LoadRouter(RoutingStrategy):
+    """Base of routers to which every request is alike, and which remember nothing of requests and replicas."""
+
+    def choose(
+        self,
+        request: Request,  # noqa: ARG002 - every request is alike
+        views: Sequence[ReplicaView],
+        strength: float | None,  # noqa: ARG002 - prefixes are not looked at
+        now_ns: int,  # noqa: ARG002 - views carry their ages already
+    ) -> RouteChoice:
+        """What :meth:`_pick` says of the replicas that may be chosen; nobody where there are none."""
+        ready = available(views)
+        return (self._pick(ready) if ready else None) or nobody(views)
+
+    def _pick(self, ready: list[ReplicaView]) -> RouteChoice | None:
+        """Choose among ``ready``, at least one; ``None``: none of them has room."""
+        raise NotImplementedError
 
     def dispatched(self, request: Request, replica_id: ReplicaId) -> None:
         """Nothing to remember."""
@@ -47,17 +63,8 @@ class RoundRobin(LoadRouter):
     def __init__(self, rng: Random) -> None:
         self._next = rng.randrange(1 << 16)
 
-    def choose(
-        self,
-        request: Request,  # noqa: ARG002 - every request is alike
-        views: Sequence[ReplicaView],
-        strength: float | None,  # noqa: ARG002 - prefixes are not looked at
-        now_ns: int,  # noqa: ARG002 - time plays no part
-    ) -> RouteChoice:
+    def _pick(self, ready: list[ReplicaView]) -> RouteChoice:
         """The next replica."""
-        ready = available(views)
-        if not ready:
-            return nobody(views)
         place = self._next % len(ready)
         self._next += 1
         return choice([ready[place].replica_id], "round_robin", f"number {place} of {len(ready)}")
@@ -69,17 +76,8 @@ class RandomChoice(LoadRouter):
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def choose(
-        self,
-        request: Request,  # noqa: ARG002 - every request is alike
-        views: Sequence[ReplicaView],
-        strength: float | None,  # noqa: ARG002 - prefixes are not looked at
-        now_ns: int,  # noqa: ARG002 - time plays no part
-    ) -> RouteChoice:
+    def _pick(self, ready: list[ReplicaView]) -> RouteChoice:
         """One replica, drawn evenly."""
-        ready = available(views)
-        if not ready:
-            return nobody(views)
         return choice([ready[self._rng.randrange(len(ready))].replica_id], "random", f"any of {len(ready)}")
 
 
@@ -95,17 +93,11 @@ class PowerOfTwo(LoadRouter):
         self._rng = rng
         self._ongoing_max = ongoing_max
 
-    def choose(
-        self,
-        request: Request,  # noqa: ARG002 - every request is alike
-        views: Sequence[ReplicaView],
-        strength: float | None,  # noqa: ARG002 - prefixes are not looked at
-        now_ns: int,  # noqa: ARG002 - views carry their ages already
-    ) -> RouteChoice:
-        """Both of the pair, the shorter queue first; nobody when every queue is full."""
-        ready = self.not_full(available(views))
+    def _pick(self, ready: list[ReplicaView]) -> RouteChoice | None:
+        """Both of the pair, the shorter queue first."""
+        ready = self.not_full(ready)
         if not ready:
-            return nobody(views)
+            return None
         first = self._rng.randrange(len(ready))
         pair = [ready[first]]
         if len(ready) > 1:
@@ -128,17 +120,8 @@ class LeastTokens(LoadRouter):
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def choose(
-        self,
-        request: Request,  # noqa: ARG002 - every request is alike
-        views: Sequence[ReplicaView],
-        strength: float | None,  # noqa: ARG002 - prefixes are not looked at
-        now_ns: int,  # noqa: ARG002 - views carry their ages already
-    ) -> RouteChoice:
+    def _pick(self, ready: list[ReplicaView]) -> RouteChoice:
         """The replica with the fewest tokens."""
-        ready = available(views)
-        if not ready:
-            return nobody(views)
         loads = {v.replica_id: _tokens(v) for v in ready}
         least = min(loads.values())
         equals = [r for r, load in loads.items() if load == least]

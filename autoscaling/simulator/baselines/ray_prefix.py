@@ -36,6 +36,7 @@ from autoscaling.simulator.baselines.choices import (
 )
 from autoscaling.simulator.baselines.load_routers import PowerOfTwo
 from autoscaling.simulator.baselines.prefix_tree import PrefixTree
+from policies.routing.strategy import RoutingStrategy
 from policies.types import ReplicaId, ReplicaView, Request, RouteChoice
 
 
@@ -76,7 +77,7 @@ class SharedTree:
                 self.tree.evict_oldest(tenant, chars - self.settings.eviction_target_chars)
 
 
-class RayPrefixAffinity:
+class RayPrefixAffinity(RoutingStrategy):
     """One proxy's router.
 
     Args:

@@ -104,7 +104,10 @@ SCALERS: dict[str, ScalerFactory | None] = {
 
 
 def as_users_run_it(config: PolicyConfig) -> PolicyConfig:
-    """``config`` without Tidegate's batch tuner and affinity loop."""
+    """``config`` without Tidegate's batch tuner, affinity loop and the queue of its gateways."""
     return replace(
-        config, batching=replace(config.batching, enabled=False), affinity=replace(config.affinity, enabled=False)
+        config,
+        batching=replace(config.batching, enabled=False),
+        affinity=replace(config.affinity, enabled=False),
+        admission=replace(config.admission, engine_wait_share=None),
     )

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import hashlib
 
+from policies.routing.rendezvous import GOLDEN, MASK, stir
 from policies.types import BlockHash
 
-_MASK = (1 << 64) - 1
 _START: BlockHash = 0x243F6A8885A308D3
 """Hash before the first block: any number but 0."""
 
 
 def mix(a: int, b: int) -> int:
     """64-bit hash of two 64-bit numbers."""
-    x = (a ^ (b * 0x9E3779B97F4A7C15)) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+    return stir((a ^ (b * GOLDEN)) & MASK)
 
 
 def label_of(*parts: object) -> int:

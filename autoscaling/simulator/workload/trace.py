@@ -12,7 +12,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 from autoscaling.simulator.spec import SimRequest, SourceFactory
@@ -237,11 +237,6 @@ def count_of(
     if number != int(number):
         raise TraceError(f"{key} must be a whole number, is {number:g}", name, line)
     return int(number)
-
-
-def renumbered(request: SimRequest, index: int) -> SimRequest:
-    """``request`` under another index."""
-    return request if request.index == index else replace(request, index=index)
 
 
 def stream_of(rng: Random) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,10 +17,13 @@ import pytest
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.handle import DeploymentHandle
 
 from deployments.app import build
 from deployments.gate import GATE_HEADER
+from deployments.haproxy import BINARY, stand_before
+from tests.collector import Collector
 
 ROOT = Path(__file__).resolve().parents[3]
 APP = "gateway-test"
@@ -35,14 +40,22 @@ ARGS: dict[str, Any] = {
         "drain_s_max": 30,
         "report_interval_ms": 200,
     },
-    "gateway": {"body_bytes_max": 100_000, "report_interval_ms": 200, "idle_timeout_ms": 3_000},
+    "auth": "none",
+    "gateway": {
+        "body_bytes_max": 100_000,
+        "report_interval_ms": 200,
+        "idle_timeout_ms": 3_000,
+        "body_timeout_ms": 3_000,
+        "client_idle_timeout_ms": 15_000,
+    },
     "admission": {"no_replica_wait_ms": 20_000},
+    "faults": {"quarantine_s": 0, "retry_burst": 1_000},  # the same bodies again and again, and many of them fail
     "control": {"tick_ms": 200, "mode": "shadow"},
     "scaling": {"replicas_min": 2, "replicas_max": 2},
 }
 ENV = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "4",  # HAProxy's reload has to come first, on a busy machine too
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 
@@ -55,6 +68,8 @@ class System:
     handle: DeploymentHandle[Any]
     """The gateway's."""
     engine: DeploymentHandle[Any]
+    collector: Collector | None = None
+    """Of traces; only requests that ask for one have one."""
 
     def counters(self) -> list[dict[str, Any]]:
         """Counters of each engine."""
@@ -112,37 +127,75 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+PORTS = tuple(
+    f"RAY_SERVE_{name}_PORT"
+    for name in ("HAPROXY_STATS", "HAPROXY_METRICS", "FALLBACK_PROXY_HTTP", "FALLBACK_PROXY_GRPC")
+)
+"""Ports of a cluster beside that of its front: each cluster has its own, whoever else runs one here."""
+
+
+def gateways_of(app: str) -> list[str]:
+    """URL of each gateway's own port, where HAProxy sends requests of ``app``."""
+    controller = get_global_client()._controller
+    groups = ray.get(controller.get_target_groups.remote(app_name=app, from_proxy_manager=True))
+    return [
+        f"http://127.0.0.1:{target.port}{group.route_prefix.rstrip('/')}"
+        for group in groups
+        if group.protocol == "HTTP"
+        for target in group.targets
+    ]
+
+
 def start_cluster(port: int, env: dict[str, str]) -> None:
-    """Ray and Serve in this process's name, with ``env`` in all of its processes."""
+    """Ray and Serve in this process's name, ``env`` in all of its processes, HAProxy as `make serve` runs it."""
+    env = {name: str(free_port()) for name in PORTS} | {"RAY_worker_niceness": "0"} | env
+    stand_before(env, Path(tempfile.mkdtemp(prefix="tidegate-haproxy-")), tuple(int(env[name]) for name in PORTS[:2]))
     os.environ.update(env)
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), **env}},
-    )
+    start_ray(env)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
+
+
+def start_ray(env: dict[str, str], tries: int = 3) -> None:
+    """Start Ray here; again where the machine was too busy for the 30 s that Ray gives its node to appear."""
+    try:
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), **env}},
+        )
+    except Exception as error:  # Ray raises this very class
+        if tries == 1 or "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
+        start_ray(env, tries - 1)
 
 
 def stop_cluster(env: dict[str, str]) -> None:
     """End all of it."""
-    serve.shutdown()
-    ray.shutdown()
-    for name in env:
+    if ray.is_initialized():  # else Serve would start a cluster to shut it down
+        serve.shutdown()
+        ray.shutdown()
+    if script := os.environ.get(BINARY):
+        shutil.rmtree(Path(script).parent)
+    for name in (*env, *PORTS, BINARY, "RAY_worker_niceness"):
         os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="package")
 def system() -> Iterator[System]:
-    port = free_port()
+    port, collector = free_port(), Collector()
     try:
         start_cluster(port, ENV)
-        handle = serve.run(build(ARGS), name=APP, route_prefix="/")
-        running = System(f"http://127.0.0.1:{port}", handle, serve.get_deployment_handle("Engine", APP))
+        args = ARGS | {"tracing": {"otlp_endpoint": collector.url, "sample_share": 0.0}}
+        handle = serve.run(build(args), name=APP, route_prefix="/")
+        engine = serve.get_deployment_handle("Engine", APP)
+        running = System(f"http://127.0.0.1:{port}", handle, engine, collector)
         until(lambda: len(running.counters()) == 2 and direct(running.url), "two engines behind the gateway")
         yield running
     finally:
         stop_cluster(ENV)
+        collector.close()
 
 
 def direct(url: str) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autoscaling.capacity import KV_SHARE_PLANNED, Capacity, mean_capacity, replica_capacity
+from autoscaling.capacity import KV_SHARE_PLANNED, Capacities, Capacity, replica_capacity
 from autoscaling.demand import Demand
 from policies.config import ControlConfig, ObjectivesConfig
 from policies.control.signals import ReplicaSignals, SignalBook
@@ -54,9 +54,9 @@ def test_the_share_is_engine_time_per_second_and_kv_per_cache() -> None:
 def test_models_that_cannot_be_trusted_are_left_out() -> None:
     few = {"step_model": replace(CPU_STEP, samples=31)}
     wrong = {"step_model": replace(CPU_STEP, error_share=0.8)}
-    assert mean_capacity(replicas(a=few, b=wrong, c={"step_model": None}), NOTHING, OBJECTIVES, 32) is None
-    assert mean_capacity((), NOTHING, OBJECTIVES, 32) is None
-    c = mean_capacity(replicas(a=few, b={}), NOTHING, OBJECTIVES, 32)
+    assert Capacities().mean(replicas(a=few, b=wrong, c={"step_model": None}), NOTHING, OBJECTIVES, 32) is None
+    assert Capacities().mean((), NOTHING, OBJECTIVES, 32) is None
+    c = Capacities().mean(replicas(a=few, b={}), NOTHING, OBJECTIVES, 32)
     assert c is not None
     assert c.prefill_token_ms == pytest.approx(CPU_STEP.d_ms)
 
@@ -64,7 +64,7 @@ def test_models_that_cannot_be_trusted_are_left_out() -> None:
 def test_speeds_are_averaged_not_times() -> None:
     fast = StepCoefficients(0.0, 1.0, 0.0, 1.0, 100)
     slow = StepCoefficients(0.0, 3.0, 0.0, 3.0, 100)
-    c = mean_capacity(replicas(a={"step_model": fast}, b={"step_model": slow}), NOTHING, OBJECTIVES, 32)
+    c = Capacities().mean(replicas(a={"step_model": fast}, b={"step_model": slow}), NOTHING, OBJECTIVES, 32)
     assert c is not None
     assert c.prefill_token_ms == pytest.approx(1.5)
     assert c.decode_token_ms == pytest.approx(1.5)
@@ -72,12 +72,12 @@ def test_speeds_are_averaged_not_times() -> None:
 
 def test_a_free_phase_stays_free() -> None:
     free = StepCoefficients(5.0, 1.0, 0.0, 0.0, 100)
-    c = mean_capacity(replicas(a={"step_model": free}, b={}), NOTHING, OBJECTIVES, 32)
+    c = Capacities().mean(replicas(a={"step_model": free}, b={}), NOTHING, OBJECTIVES, 32)
     assert c is not None
     assert c.prefill_token_ms == 0
 
 
 def test_the_knob_in_force_bounds_the_batch() -> None:
-    c = mean_capacity(replicas(a={"knobs": Knobs(4, None, None)}), NOTHING, OBJECTIVES, 32)
+    c = Capacities().mean(replicas(a={"knobs": Knobs(4, None, None)}), NOTHING, OBJECTIVES, 32)
     assert c is not None
     assert c.batch == 4

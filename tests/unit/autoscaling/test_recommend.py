@@ -265,3 +265,31 @@ def test_someone_elses_change_is_noted() -> None:
 def test_every_figure_of_the_inputs_is_a_plain_value() -> None:
     advice = World(1).seconds(5, FULL, {"inflight": 20})
     assert all(v is None or isinstance(v, int | float | str) for v in advice.inputs.values())
+
+
+def test_a_load_that_is_expected_is_asked_for_before_it_comes() -> None:
+    world = World(1, replace(CONFIG, scaling=replace(CONFIG.scaling, seasons_s=(600.0,))))
+    advices = []
+    for t in range(2_100):
+        rate = 6 if t // 300 % 2 else 1  # ten minutes a day: a quiet half, a busy one
+        gateway = SIZES | {"arrivals": rate, "routed": {"r0": rate}, "succeeded": rate, "output_tokens": 60 * rate}
+        gateway |= {"predicted_prompt_tokens": {"r0": 100 * rate}, "inflight": 2 * rate}
+        work = {"running": 2 * rate, "kv_tokens_used": 600 * rate, "decode_tokens": 60 * rate, "steps": 10}
+        advices.append(world.second(work | {"prefill_tokens": 100 * rate, "cold_start_ms": 60_000.0}, gateway))
+    quiet, eve = advices[1_950], advices[2_070]
+    assert quiet.inputs["ahead_trusted"] == 1
+    assert quiet.ahead is not None
+    assert quiet.ahead.horizon_s == 60
+    assert quiet.ahead.decode_tps < 200
+    assert eve.inputs["ahead_by"] == "season 600 s"
+    assert eve.ahead is not None
+    assert eve.ahead.decode_tps > 250
+    assert eve.stages[0].code == "Forecast"
+    assert eve.inputs["ask_up"] > 1  # type: ignore[operator]
+
+
+def test_without_a_forecast_the_load_of_now_is_asked_for() -> None:
+    world = World(1, replace(CONFIG, scaling=replace(CONFIG.scaling, forecast=False)))
+    advice = world.seconds(5, {"running": 2, "decode_tokens": 100, "steps": 10}, {"inflight": 2})
+    assert advice.ahead is None
+    assert "ahead_s" not in advice.inputs

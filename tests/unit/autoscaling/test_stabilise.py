@@ -222,3 +222,46 @@ def test_someone_else_may_set_what_was_given_long_ago() -> None:
     assert fleet.stabiliser.target == 4
     fleet.serve = replace(fleet.serve, replicas_target=2)
     assert fleet.tick(up=2).target == 2
+
+
+def test_a_load_that_goes_on_asking_is_not_confirmed_anew_each_time_it_is_overruled() -> None:
+    fleet = Fleet()
+    fleet.follows = False
+    seen = []
+    for _ in range(8):
+        seen.append(fleet.tick(3).target)
+        fleet.stabiliser.overrule(1, fleet.now_ns)
+    assert seen == [1, 1, 3, 3, 3, 3, 3, 3]
+    assert fleet.tick(1).target == 1
+    fleet.stabiliser.overrule(1, fleet.now_ns)
+    assert fleet.tick(3).target == 1
+
+
+def test_asks_that_the_new_target_covers_are_not_counted_any_more() -> None:
+    fleet = Fleet()
+    fleet.follows = False
+    fleet.ticks(3, 3)
+    fleet.stabiliser.overrule(2, fleet.now_ns)
+    assert fleet.tick(3).target == 3
+    fleet.stabiliser.overrule(3, fleet.now_ns)
+    assert [fleet.tick(4).target for _ in range(3)] == [3, 3, 4]
+
+
+def test_who_is_overruled_at_each_tick_still_sees_that_someone_else_set_the_target() -> None:
+    fleet = Fleet()
+    fleet.follows = False
+    for _ in range(20):
+        fleet.tick(3)
+        fleet.stabiliser.overrule(1, fleet.now_ns)
+    fleet.serve = replace(fleet.serve, replicas_target=5)
+    assert "Adopted" in [r.code for r in [fleet.stabiliser.adopt(fleet.serve, 1, fleet.now_ns + SECOND_NS)] if r]
+
+
+def test_a_held_tick_is_no_part_of_a_row() -> None:
+    fleet = Fleet()
+    fleet.follows = False
+    fleet.ticks(3, 3)
+    fleet.stabiliser.overrule(1, fleet.now_ns)
+    fleet.stabiliser.hold(WHY, fleet.serve, fleet.now_ns)
+    fleet.stabiliser.overrule(1, fleet.now_ns)
+    assert [fleet.tick(3).target for _ in range(3)] == [1, 1, 3]

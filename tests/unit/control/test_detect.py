@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from policies.config import PolicyConfig, ScalingConfig
-from policies.control.detect import Condition, Detector, is_stuck
+from policies.config import ObjectivesConfig, PolicyConfig, ScalingConfig
+from policies.control.catalogue import CONDITIONS, SPECS
+from policies.control.conditions_engine import is_stuck
+from policies.control.detect import FROM_BOTH, FROM_GATEWAYS, FROM_REPLICAS, RULES, Condition, Detector
 from policies.control.signals import SignalBook
+from policies.measures import ClassCounts, GpuReading
 from policies.types import FleetView, GatewayReport, ReplicaReport, ReplicaState, StepCoefficients
 from tests.unit.control.fleet import SECOND_NS, gateway_report, histogram, replica_report
 
@@ -25,7 +29,11 @@ class World:
         self.conditions: dict[str, Condition] = {}
 
     def second(
-        self, replicas: Sequence[ReplicaReport] = (), gateway: GatewayReport | None = None, running: int | None = None
+        self,
+        replicas: Sequence[ReplicaReport] = (),
+        gateway: GatewayReport | None = None,
+        running: int | None = None,
+        view: FleetView | None = None,
     ) -> None:
         self.now_ns += SECOND_NS
         self.seq += 1
@@ -33,8 +41,11 @@ class World:
             self.book.receive_replica(report, self.now_ns)
         if gateway is not None:
             self.book.receive_gateway(gateway, self.now_ns)
+            self.detector.receive_gateway(gateway)
         if running is not None:
-            self.book.receive_fleet(FleetView(running, running, 1, 8), self.now_ns)
+            view = FleetView(running, running, 1, 8)
+        if view is not None:
+            self.book.receive_fleet(view, self.now_ns)
         self.conditions = {c.name: c for c in self.detector.step(self.book.signals(self.now_ns), self.now_ns)}
 
     def seconds(self, n: int, replica: dict[str, Any] | None = None, gateway: dict[str, Any] | None = None) -> None:
@@ -59,19 +70,44 @@ def test_a_calm_fleet_has_no_condition() -> None:
     assert list(world.conditions) == sorted(world.conditions)
 
 
+LATE = ClassCounts(arrivals=10, succeeded=10, met=2, late_ttft=8)
+ON_TIME = ClassCounts(arrivals=10, succeeded=10, met=10)
+LEARNED = StepCoefficients(20, 0.5, 0.5, 0.5, 1_000)
+
+
 @pytest.mark.parametrize(
     ("name", "replica", "gateway"),
     [
-        ("slo_ttft", {}, {"ttft": histogram(*[4_000.0] * 5)}),
-        ("slo_itl", {}, {"itl": histogram(*[400.0] * 5)}),
-        ("slo_itl", {"itl": histogram(*[400.0] * 5)}, {}),
+        ("slo_burn_fast", {}, {"ttft": histogram(*[4_000.0] * 5)}),
+        ("slo_burn_fast", {}, {"itl": histogram(*[400.0] * 5)}),
+        ("slo_burn_fast", {}, {"by_class": {"interactive": LATE, "batch": ON_TIME}}),
+        ("slo_burn_fast", {}, {"by_class": {"standard": ClassCounts(arrivals=9, succeeded=7, met=7, refused=7)}}),
+        ("slo_burn_fast", {}, {"by_class": {"standard": ClassCounts(arrivals=9, succeeded=7, met=7, failed=4)}}),
         ("kv_pressure", {"kv_tokens_used": 39_000}, {}),
-        ("preemptions", {"preemptions": 2}, {}),
+        ("preemption_thrash", {"preemptions": 2}, {}),
         ("stuck_replica", {"state": ReplicaState.STUCK}, {}),
+        ("grey_failure", {}, {"ejected": {"r1": "grey_ttft"}}),
+        ("grey_failure", {"gpu": GpuReading(xid_errors=1)}, {}),
+        ("retry_storm", {}, {"arrivals": 10, "retries": 4}),
+        ("retry_storm", {}, {"arrivals": 10, "repeats": 4}),
+        (
+            "prefill_bound",
+            {"step_model": LEARNED, "prefill_tokens": 1_500, "busy_share": 1.0, "steps": 10, "waiting": 3},
+            {},
+        ),
+        (
+            "decode_bound",
+            {"step_model": LEARNED, "decode_tokens": 700, "busy_share": 1.0, "steps": 50, "running": 16, "waiting": 3},
+            {},
+        ),
         (
             "cache_cold",
             {"prefix_query_tokens": 3_000, "prefix_hit_tokens": 300},
-            {"predicted_prompt_tokens": {"r1": 100}, "predicted_hit_tokens": {"r1": 80}},
+            {
+                "routed": {"r1": 40},
+                "predicted_prompt_tokens": {"r1": 100},
+                "predicted_hit_tokens": {"r1": 80},
+            },
         ),
     ],
 )
@@ -81,15 +117,121 @@ def test_each_condition_begins_with_evidence_and_ends(
     world = World()
     world.seconds(5)
     assert not world.active(name)
-    world.seconds(5, replica, gateway)
+    world.seconds(20, replica, gateway)
     condition = world.conditions[name]
     assert condition.active
     assert condition.evidence
     assert condition.text
+    assert condition.confidence > 0
     assert condition.since_ns is not None
-    assert 5 * SECOND_NS < condition.since_ns <= 10 * SECOND_NS
-    world.seconds(25)
+    assert 5 * SECOND_NS < condition.since_ns <= 25 * SECOND_NS
+    if condition.spec.targets:
+        assert condition.targets == ("r1",)
+    world.seconds(30)
     assert not world.active(name)
+    assert world.conditions[name].targets == ()
+
+
+def test_gaps_that_burned_while_caches_were_cold_are_no_limit_yet() -> None:
+    late = {"by_class": {"standard": ClassCounts(arrivals=20, succeeded=20, met=18, late_itl=2)}}
+    decoding = {"running": 4, "steps": 10, "busy_share": 0.9, "decode_tokens": 40, "step_model": LEARNED}
+    world = World()
+    world.seconds(25, decoding, late)
+    assert not world.active("decode_bound")
+    world.seconds(40, decoding, late)
+    assert world.active("decode_bound")
+
+
+def test_a_burn_says_which_objective_of_which_class() -> None:
+    world = World()
+    world.seconds(20, gateway={"by_class": {"interactive": LATE, "batch": ON_TIME}})
+    fast = world.conditions["slo_burn_fast"]
+    assert fast.burning == ("interactive/ttft",)
+    assert fast.objectives == ("ttft",)
+    assert fast.evidence["ttft_burn"] == pytest.approx(16.0)
+    assert fast.evidence["availability_burn"] == 0
+    assert fast.text.startswith("interactive/ttft: 80.0% missed, 5.0% may")
+
+
+def test_a_slow_burn_needs_many_minutes_and_a_fast_one_does_not_follow() -> None:
+    world = World()
+    some = {"by_class": {"standard": ClassCounts(arrivals=20, succeeded=20, met=18, late_itl=2)}}
+    world.seconds(600, gateway={"by_class": {"standard": ClassCounts(arrivals=20, succeeded=20, met=20)}})
+    began = world.now_ns
+    world.seconds(700, gateway=some)
+    slow = world.conditions["slo_burn_slow"]
+    assert slow.active
+    assert slow.since_ns is not None
+    assert 300 * SECOND_NS < slow.since_ns - began < 700 * SECOND_NS
+    assert slow.objectives == ("itl",)
+    assert not world.active("slo_burn_fast")
+
+
+def test_other_objectives_are_judged_from_the_next_tick_on() -> None:
+    world = World()
+    gateway = {"ttft": histogram(*[1_500.0] * 5)}
+    world.seconds(20, gateway=gateway)
+    assert not world.active("slo_burn_fast")
+    world.detector.reconfigure(replace(CONFIG, objectives=ObjectivesConfig(ttft_ms=1_000.0)))
+    world.seconds(80, gateway=gateway)
+    assert world.active("slo_burn_fast")
+
+
+def test_a_slow_replica_among_its_like_is_grey_and_a_busy_one_is_not() -> None:
+    def after(busy: dict[str, tuple[float, int]], windows: int = 10, **changes: Any) -> Condition:
+        world = World()
+        for i in range(windows):
+            world.second(
+                [
+                    replica_report(name, i + 1, busy_share=share, steps=steps, step_model=LEARNED, **changes)
+                    for name, (share, steps) in busy.items()
+                ],
+                gateway_report(seq=i + 1),
+            )
+        return world.conditions["grey_failure"]
+
+    grey = after({"r1": (0.4, 20), "r2": (0.4, 20), "r3": (0.9, 15)})
+    assert grey.active
+    assert grey.targets == ("r3",)
+    assert grey.evidence["slowness_max"] == pytest.approx(3.0)
+    assert not after({"r1": (0.4, 20), "r2": (0.4, 20), "r3": (0.8, 40)}).active
+    assert after({"r1": (0.3, 15), "r2": (0.9, 15)}).targets == ("r2",)
+    assert not after({"r1": (0.02, 1), "r2": (0.06, 1)}).active
+
+
+def test_a_start_that_is_waited_for_is_a_gap_and_then_stuck() -> None:
+    world = World()
+
+    def seconds(n: int, running: int, target: int, waiting: int, unschedulable: int = 0) -> None:
+        for _ in range(n):
+            world.second(
+                [replica_report("r1", world.seq + 1, waiting=waiting, running=4, steps=1, cold_start_ms=10_000.0)],
+                gateway_report(seq=world.seq + 1),
+                view=FleetView(running, target, 1, 8, unschedulable),
+            )
+
+    seconds(5, 1, 1, 5)
+    assert not world.active("cold_start_gap")
+    seconds(5, 1, 2, 5)
+    assert world.active("cold_start_gap")
+    assert not world.active("stuck_scale_up")
+    seconds(62, 1, 2, 5)
+    assert world.active("stuck_scale_up")
+    seconds(5, 2, 2, 0)
+    assert not world.active("stuck_scale_up")
+    assert not world.active("cold_start_gap")
+    seconds(4, 2, 3, 0, unschedulable=1)
+    assert world.active("stuck_scale_up")
+
+
+def test_every_condition_has_a_rule_and_is_read_from_somebody() -> None:
+    assert set(RULES) == set(SPECS)
+    assert FROM_BOTH | FROM_GATEWAYS | FROM_REPLICAS | {"signal_loss", "stuck_scale_up"} == set(SPECS)
+    assert [spec.name for spec in CONDITIONS] == sorted(SPECS)
+    for spec in CONDITIONS:
+        assert spec.on_ticks >= 1
+        assert list(spec.levers) == sorted(spec.levers, key=lambda lever: lever.rank)
+        assert all((spec.title, spec.begin, spec.end, spec.scenario, spec.next_step))
 
 
 def test_one_bad_second_is_no_condition() -> None:
@@ -122,7 +264,7 @@ def test_few_values_are_not_judged() -> None:
     world.seconds(1)
     world.seconds(1, gateway={"ttft": histogram(9_000.0, 9_000.0)})
     world.seconds(5)
-    assert not world.active("slo_ttft")
+    assert not world.active("slo_burn_fast")
 
 
 def test_silence_keeps_conditions_as_they_were() -> None:
@@ -184,7 +326,9 @@ def test_over_provisioned_needs_a_replica_to_spare_and_no_queue() -> None:
         for i in range(20):
             world.second(
                 [
-                    replica_report(f"r{k}", i + 1, busy_share=busy, waiting=waiting, running=waiting, steps=1)
+                    replica_report(
+                        f"r{k}", i + 1, busy_share=busy, waiting=waiting, running=waiting, steps=1, step_model=None
+                    )
                     for k in range(n)
                 ],
                 gateway_report(seq=i + 1),
@@ -197,6 +341,27 @@ def test_over_provisioned_needs_a_replica_to_spare_and_no_queue() -> None:
     assert not after(1, 0.0)
     assert not after(2, 0.2, waiting=3)
     assert after(4, 0.3)
+
+
+def test_how_full_a_fleet_is_comes_from_the_step_law_not_from_the_busy_share() -> None:
+    def full(decode_tokens: int) -> Condition:
+        world = World()
+        for i in range(20):
+            reports = [
+                replica_report(
+                    f"r{k}", i + 1, busy_share=1.0, running=1, steps=40, decode_tokens=decode_tokens,
+                    kv_tokens_used=300, step_model=LEARNED,
+                )
+                for k in range(2)
+            ]  # fmt: skip
+            world.second(reports, gateway_report(seq=i + 1), running=2)
+        return world.conditions["over_provisioned"]
+
+    one_stream = full(40)
+    assert one_stream.active
+    token_ms = 20 / 16 + 0.5 + 0.5 * 0.3
+    assert one_stream.evidence["full_share"] == pytest.approx(40 * token_ms / 1_000)
+    assert not full(300).active
 
 
 def stuck(windows: int, change: Callable[[int], dict[str, Any]]) -> bool:

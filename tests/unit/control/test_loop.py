@@ -26,7 +26,10 @@ from tests.unit.control.fleet import (
     replica_report,
 )
 
-CONFIG = PolicyConfig(scaling=ScalingConfig(replicas_max=4, up_ticks=3, down_window_s=60))
+CONFIG = PolicyConfig(
+    scaling=ScalingConfig(replicas_max=4, up_ticks=3, down_window_s=60), control=ControlConfig(joint=False)
+)
+"""Each lever on its own: what they do together is tested in test_joint.py."""
 ONE_PS = 2.4
 """About the requests per second of 100 + 60 tokens that one emulated replica carries."""
 
@@ -239,7 +242,7 @@ def test_every_plan_names_its_life_its_number_and_its_time() -> None:
 
 
 def test_shadow_decides_and_writes_and_changes_nothing() -> None:
-    shadow = TinyFleet(replace(CONFIG, control=ControlConfig(mode=Mode.SHADOW)))
+    shadow = TinyFleet(replace(CONFIG, control=ControlConfig(mode=Mode.SHADOW, joint=False)))
     shadow.run(60, ONE_PS * 1.2)
     for result in shadow.results:
         assert result.plan.mode is Mode.SHADOW
@@ -306,12 +309,13 @@ def test_a_controller_that_never_heard_anyone_writes_nothing() -> None:
 
 
 def test_the_ledger_is_bounded() -> None:
-    config = replace(CONFIG, control=ControlConfig(decisions_max=5), batching=BatchingConfig(settle_ticks=0))
+    config = replace(
+        CONFIG, control=ControlConfig(decisions_max=5, joint=False), batching=BatchingConfig(settle_ticks=0)
+    )
     state = ControlState(config, FixedScaler(), "e")
     for i in range(1, 40):
         model = replace(CPU_STEP, d_ms=1.0 * 1.3**i)
         state.receive_replica(replica_report("r1", i, step_model=model, steps=5, running=1), i * SECOND_NS)
-        state.adapter._affinity.strength = 1.0 - i / 100
         state.receive_replica(
             replica_report(f"x{i}", 1, step_model=replace(CPU_STEP, d_ms=1.0), steps=5, running=1), i * SECOND_NS
         )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,11 +12,10 @@ from policies.control.signals import (
     GATEWAYS_MAX,
     REPLICAS_MAX,
     SignalBook,
-    merge,
 )
 from policies.control.windows import WINDOW_MS, WINDOW_REPORTS_MAX
-from policies.types import FleetView, Histogram, ReplicaState
-from tests.unit.control.fleet import SECOND_NS, gateway_report, histogram, replica_report
+from policies.types import FleetView, ReplicaState
+from tests.unit.control.fleet import SECOND_NS, gateway_report, replica_report
 
 CONFIG = ControlConfig(report_age_ms_max=5_000, forget_after_ms=60_000)
 
@@ -217,11 +217,21 @@ def test_failed_requests_count_by_all_their_reasons() -> None:
     assert signals.queue == 4
 
 
-def test_merge_adds_counts_and_sums() -> None:
-    total = merge([histogram(1, 3), Histogram(), histogram(1_000_000)])
-    assert total.count == 3
-    assert total.sum_ms == 1_000_004
-    assert merge([]) == Histogram()
+def test_what_is_made_ready_for_a_tick_is_right_whenever_it_comes() -> None:
+    """A book that is asked at odd times against one that is asked only now."""
+    rng = Random(5)
+    for _ in range(200):
+        asked, unasked, now_ns = SignalBook(CONFIG), SignalBook(CONFIG), at(1)
+        for seq in range(1, rng.randrange(2, 40)):
+            now_ns += rng.choice((0, at(0.3), at(1), at(1), at(1), at(3), at(13)))
+            report = replica_report("a", seq, window_ms=rng.choice((300, 1_000, 4_000)), steps=rng.randrange(3))
+            for book in (asked, unasked):
+                book.receive_replica(report, now_ns)
+            now_ns += rng.choice((0, at(0.4), at(1), at(2)))
+            if rng.random() < 0.7:
+                asked.signals(now_ns)
+        now_ns += rng.choice((0, at(0.7), at(4), at(6), at(12)))
+        assert asked.signals(now_ns).replicas == unasked.signals(now_ns).replicas
 
 
 def test_a_model_name_comes_from_whoever_reports() -> None:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.emulation.answers import AnswerRules, make_answer
-from deployments.emulation.tokens import MESSAGE_END, encode
+from deployments.emulation.tokens import MESSAGE_END, encode, encode_chat
 
 PROMPT = encode("Name a river.")
 
@@ -79,3 +80,38 @@ def test_json_answers_are_json() -> None:
 def test_character_split_over_the_limit_becomes_the_replacement_character() -> None:
     answer = make_answer(PROMPT, AnswerRules(tokens_max=1, ignore_end=True, words="ä"))
     assert answer.text == "\ufffd"
+
+
+WORDS = st.sampled_from(["lorem", "x", "ä ö über", "😀 ok", "a b"])
+PROMPTS = st.sampled_from(
+    ["Name a river.", "lorem ipsum dolor sit", "x x x", "a b a b a", "ä ö", "Say ü", " ".join(["ut et do"] * 20)]
+)
+
+
+@given(PROMPTS, WORDS, st.integers(1, 60), st.booleans(), st.integers(0, 80), st.integers(0, 3), st.booleans())
+def test_an_answer_goes_on_the_same_way_from_any_of_its_tokens(
+    text: str, words: str, limit: int, endless: bool, least: int, seed: int, chat: bool
+) -> None:
+    prompt = encode_chat([("user", text)]) if chat else encode(text)
+    rules = AnswerRules(limit, min(least, limit), words=words, engine_seed=seed, ignore_end=endless)
+    whole = make_answer(prompt, rules).tokens
+    for k in range(len(whole)):
+        left = replace(rules, tokens_max=limit - k, tokens_min=max(0, rules.tokens_min - k))
+        assert make_answer([*prompt, *whole[:k]], left).tokens == whole[k:]
+
+
+@given(st.integers(0, 400), st.lists(st.integers(1, 9), min_size=1, max_size=3), st.booleans(), st.integers(0, 30))
+def test_no_part_of_a_stop_string_is_sent_and_the_rest_is_not_held_back(
+    start: int, lengths: list[int], keep: bool, least: int
+) -> None:
+    whole = make_answer(PROMPT, AnswerRules(tokens_max=1_000))
+    stops = tuple(stop for n in lengths if (stop := whole.text[start : start + n])) or ("\x01",)
+    rules = AnswerRules(tokens_max=1_000, stop=stops, keep_stop=keep, tokens_min=least)
+    answer = make_answer(PROMPT, rules)
+    held = 0 if keep else max(map(len, stops)) - 1
+    made = sent = 0
+    for delta, plain in zip(answer.deltas[:-1], whole.deltas, strict=False):
+        made, sent = made + len(plain), sent + len(delta)
+        assert sent == max(0, made - held)
+    assert whole.text.startswith(answer.text)
+    assert answer.text == whole.text or answer.stop_reason in stops

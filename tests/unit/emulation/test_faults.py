@@ -97,6 +97,7 @@ async def test_unavailable_engine_answers_503_to_those_hit() -> None:
     async with engine(faults=FaultSettings(kind="unavailable", marker="river")) as e:
         assert (await e.chat(stream=True).end()).status == 503
         assert (await e.chat("sea").end()).status == 200
+        assert (e.core.counters.requests, e.core.counters.finished) == (2, 1)
 
 
 async def test_health_is_answered_truly_never_or_with_503() -> None:

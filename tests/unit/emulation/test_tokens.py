@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,12 +14,17 @@ from deployments.emulation.tokens import (
     SPECIAL,
     VOCABULARY,
     TextDecoder,
+    answer_key,
+    answer_seed,
+    answer_start,
     decode,
     encode,
     encode_chat,
-    prompt_seed,
+    natural_length,
     token_bytes,
-    write_text,
+    word_pool,
+    write_json,
+    write_tokens,
 )
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
@@ -84,17 +90,32 @@ def test_chat_without_generation_prompt_ends_with_the_last_message() -> None:
 
 @given(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30), st.integers(0, 9))
 def test_equal_prompts_have_equal_seeds_and_other_choices_another(prompt: list[int], choice: int) -> None:
-    assert prompt_seed(prompt, 0, None, choice) == prompt_seed(list(prompt), 0, None, choice)
-    assert prompt_seed(prompt, 0, None, choice) != prompt_seed(prompt, 0, None, choice + 1)
-    assert prompt_seed(prompt, 0, None, choice) != prompt_seed(prompt, 1, None, choice)
-    assert prompt_seed(prompt, 0, 5, choice) != prompt_seed(prompt, 0, 6, choice)
+    key = answer_key(0, None, choice)
+    assert answer_seed(prompt, key) == answer_seed(tuple(prompt), answer_key(0, None, choice))
+    others = {key, answer_key(0, None, choice + 1), answer_key(1, None, choice), answer_key(0, 5, choice)}
+    assert len(others) == len({answer_seed(prompt, other) for other in others}) == 4
 
 
-@given(st.integers(0, 2**32))
+@given(st.integers(0, 2**64 - 1))
 def test_natural_answers_have_a_length_within_bounds(seed: int) -> None:
-    assert ANSWER_TOKENS_MIN <= len(write_text(seed, "lorem", 1)) <= ANSWER_TOKENS_MAX
+    assert ANSWER_TOKENS_MIN <= natural_length(seed) <= ANSWER_TOKENS_MAX
+    assert len(write_json(seed, word_pool("lorem"))) <= ANSWER_TOKENS_MAX
 
 
-def test_endless_answers_have_the_length_asked_for_in_any_alphabet() -> None:
-    for words in ("lorem", "x", "ä ö ü", "😀"):
-        assert len(write_text(1, words, 77, ends=False)) == 77
+@pytest.mark.parametrize("words", ["lorem", "x", "ä ö ü", "😀", "a bb ccc dddd"])
+def test_a_shorter_text_is_the_beginning_of_a_longer_one_in_any_alphabet(words: str) -> None:
+    whole = write_tokens(1, word_pool(words), 90)
+    for count in range(91):
+        assert write_tokens(1, word_pool(words), count) == whole[:count]
+
+
+@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=30))
+def test_a_prompt_that_no_answer_made_has_its_answer_begin_at_its_end(prompt: list[int]) -> None:
+    key = answer_key(0, None, 0)
+    assert answer_start(prompt, key, word_pool("lorem")) == (len(prompt), answer_seed(prompt, key))
+
+
+def test_words_of_the_answers_alphabet_are_not_taken_for_an_answer() -> None:
+    prompt, key = encode(f"{LOREM} {LOREM}"), answer_key(0, None, 0)
+    start, _seed = answer_start(prompt, key, word_pool("lorem"))
+    assert start >= len(prompt) - 2  # two tokens may fit by chance

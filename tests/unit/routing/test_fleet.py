@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -183,3 +184,57 @@ def test_a_replica_that_learned_nothing_yet_is_taken_to_be_as_fast_as_one_that_d
     assert speeds() == [30.0, 9.0, 9.0], "its own measurement counts; what is known better is taken over"
     f.update({"silent": None}, 0)
     assert speeds() == [9.0], "what was learned outlives the replica that learned it"
+
+
+def test_blocked_replicas_are_unavailable_and_say_why() -> None:
+    f, _ = fleet()
+    f.update({"a": GOOD, "b": GOOD}, 0)
+    f.block(frozenset({"a"}), 0, lambda r: f"{r} failed")
+    assert [(v.available, v.unavailable_reason) for v in f.views(0)] == [(False, "is ejected: a failed"), (True, "")]
+    assert set(f.board(0).standings) == {"b"}
+    f.block(frozenset({"b"}), 0)
+    assert [v.unavailable_reason for v in f.views(0)] == ["", "is ejected"]
+    assert set(f.board(0).standings) == {"a"}
+    f.block(frozenset(), 0)
+    assert set(f.board(0).standings) == {"a", "b"}
+
+
+def test_a_block_outlives_new_samples_and_holds_for_late_comers() -> None:
+    f, _ = fleet()
+    f.update({"a": GOOD}, 0)
+    f.board(0)
+    f.block(frozenset({"a", "b"}), 0)
+    f.update({"a": {**GOOD, "seq": 2}, "b": GOOD, "c": GOOD}, 0)
+    assert set(f.board(0).standings) == {"c"}
+    assert [v.available for v in f.views(0)] == [False, False, True]
+
+
+def test_only_replicas_whose_block_changed_are_placed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, _ = fleet()
+    f.update({f"r{i}": GOOD for i in range(200)}, 0)
+    f.board(0)
+    placed: list[str] = []
+    place = f._place
+
+    def noted(board: Any, member: Any, now_ns: int) -> None:
+        placed.append(member.replica_id)
+        place(board, member, now_ns)
+
+    monkeypatch.setattr(f, "_place", noted)
+    f.block(frozenset({"r1", "r2"}), 0)
+    f.block(frozenset({"r2", "r3"}), 0)
+    assert sorted(placed) == ["r1", "r1", "r2", "r3"]
+
+
+def test_a_learned_step_model_is_the_replicas_own_and_of_enough_steps() -> None:
+    f, _ = fleet()
+    f.update({"a": GOOD, "b": {**GOOD, "step_samples": LEARNED_STEPS_MIN - 1}, "c": None}, 0)
+    assert f.learned_step_model("a") == StepCoefficients(30.0, 1.8, 0.5, 1.9, 77)
+    assert [f.learned_step_model(r) for r in ("b", "c", "unknown")] == [None] * 3
+
+
+def test_a_fleet_says_whom_it_would_ask() -> None:
+    f, _ = fleet()
+    f.update({"a": GOOD, "b": {**GOOD, "state": "draining"}, "c": GOOD}, 0)
+    f.block(frozenset({"c"}), 0)
+    assert [f.takes(r, 0) for r in ("a", "b", "c", "unknown")] == [True, False, False, False]

@@ -7,7 +7,8 @@ from random import Random
 import pytest
 
 from policies.build import build_policies
-from policies.config import ConfigError, ObjectivesConfig, PolicyConfig, RoutingConfig
+from policies.config import ObjectivesConfig, PolicyConfig, RoutingConfig
+from policies.config_base import ConfigError
 from policies.routing.lateness import DECODE_SHARE, TTFT_SHARE, promise
 from policies.routing.predict import standing_of
 from policies.routing.prefix_index import PrefixIndex

@@ -146,3 +146,18 @@ def test_what_engines_can_hold_bounds_the_belief_but_not_one_prompt() -> None:
     index.blocks_bound = None
     index.add(chain(0, 4), "a")
     assert len(index) == 13
+
+
+def test_what_is_withdrawn_is_believed_of_others_still() -> None:
+    index, blocks = PrefixIndex(100), chain(0, 5)
+    index.add(blocks, "a")
+    index.add(blocks[:4], "b")
+    assert (index.held(blocks, "a"), index.held(blocks, "b"), index.held(blocks, "stranger")) == (5, 4, 0)
+    index.withdraw(blocks[2:], "a")
+    assert index.hit_blocks(blocks) == {"a": 2, "b": 4}
+    assert len(index) == 4, "nobody holds the last block any more"
+    index.withdraw(blocks, "stranger")
+    index.withdraw(chain(1, 3), "a")
+    assert index.hit_blocks(blocks) == {"a": 2, "b": 4}
+    index.add(blocks, "a")
+    assert index.held(blocks, "a") == 5

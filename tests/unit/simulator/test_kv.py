@@ -120,3 +120,15 @@ def test_blocks_are_conserved(requests: list[tuple[list[int], int]]) -> None:
         held.append((wanted[:found] + added, full + 2 * (len(wanted) - found - len(added))))
         distinct = {unit for units, _ in held for unit in units}
         assert kv.available == 9 - 2 * len(distinct) - sum(own for _, own in held)
+
+
+def test_an_emptied_cache_finds_nothing_but_what_is_held_and_loses_no_block() -> None:
+    kv = KvCache(20)
+    filled(kv, [1, 2], full=3, tail=1)
+    filled(kv, [3])
+    kv.hold([3])
+    kv.flush()
+    assert (kv.known([1], 1), kv.known([3], 1), kv.available) == (0, 1, 18)
+    kv.release(None, [3], 2, 0, 0)
+    kv.take(20)
+    assert kv.available == 0

@@ -167,7 +167,7 @@ def test_decisions_are_the_same_or_the_difference_is_told(life: Path) -> None:
     same = replay(life, "--decisions")
     assert same.exit_code == 0, same.stderr
     assert "decisions: byte for byte as recorded" in same.stdout
-    other = replay(life, "--decisions", "--set", "scaling.up_ticks=1")
+    other = replay(life, "--decisions", "--set", "batching.enabled=false")
     assert other.exit_code == 0, other.stderr
     assert "ticks come out otherwise" in other.stdout
     assert ": recorded " in other.stdout

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from policies.config import ConfigError, FaultsConfig
+from policies.config import FaultsConfig
+from policies.config_base import ConfigError
 from policies.faults import RetryBudget
 
 
@@ -29,14 +30,14 @@ def test_requests_pay_their_share_exactly(share: float, requests: int, attempts:
     budget = RetryBudget(FaultsConfig(retry_share_max=share, retry_burst=5))
     spend_all(budget)
     for _ in range(requests):
-        budget.on_request()
+        budget.on_success()
     assert spend_all(budget) == attempts
 
 
 def test_never_holds_more_than_the_burst() -> None:
     budget = RetryBudget(FaultsConfig(retry_share_max=1, retry_burst=3))
     for _ in range(100):
-        budget.on_request()
+        budget.on_success()
     assert spend_all(budget) == 3
 
 
@@ -44,7 +45,7 @@ def test_never_holds_more_than_the_burst() -> None:
 def test_no_burst_means_no_retries(config: FaultsConfig) -> None:
     budget = RetryBudget(config)
     for _ in range(100):
-        budget.on_request()
+        budget.on_success()
     assert budget.try_spend() is False
 
 
@@ -52,10 +53,24 @@ def test_share_zero_never_refills() -> None:
     budget = RetryBudget(FaultsConfig(retry_share_max=0, retry_burst=2))
     spend_all(budget)
     for _ in range(100):
-        budget.on_request()
+        budget.on_success()
     assert budget.try_spend() is False
 
 
 def test_bound_on_draining_refusals_is_checked() -> None:
     with pytest.raises(ConfigError, match="draining_refusals_max"):
         FaultsConfig(draining_refusals_max=0)
+
+
+@pytest.mark.parametrize(("gateways", "attempts"), [(1, 10), (3, 3), (10, 1), (1_000, 1)])
+def test_gateways_share_the_burst_and_each_has_one(gateways: int, attempts: int) -> None:
+    assert spend_all(RetryBudget(FaultsConfig(retry_burst=10), gateways)) == attempts
+
+
+def test_no_burst_is_none_for_every_gateway() -> None:
+    assert spend_all(RetryBudget(FaultsConfig(retry_burst=0), 4)) == 0
+
+
+def test_no_gateways_is_an_error() -> None:
+    with pytest.raises(ValueError, match="gateways"):
+        RetryBudget(FaultsConfig(), 0)

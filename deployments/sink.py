@@ -1,0 +1,40 @@
+"""The client's side of one request, and what may stop it from outside."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Protocol
+
+from deployments.errors import GatewayError
+from policies.events import UpstreamFailure
+
+
+class Interrupt(Enum):
+    """Why a driver is stopped from outside."""
+
+    CLIENT_GONE = auto()
+    SILENCE = auto()
+    REPLICA_LOST = auto()
+    TIME_UP = auto()
+
+
+FAILURES = {Interrupt.SILENCE: UpstreamFailure.TIMEOUT, Interrupt.REPLICA_LOST: UpstreamFailure.LOST}
+
+
+class Sink(Protocol):
+    """The client's side of one request. Each coroutine waits while the client cannot take more."""
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """The response's head."""
+
+    async def body(self, chunk: bytes) -> None:
+        """The next bytes of its body."""
+
+    async def end(self) -> None:
+        """The body is complete."""
+
+    async def error(self, error: GatewayError, headers: list[tuple[bytes, bytes]]) -> None:
+        """The whole response is this error; nothing was sent before."""
+
+    async def stream_error(self, error: GatewayError, is_stream: bool) -> None:
+        """The response that was begun ends here, so that nobody takes it for complete."""

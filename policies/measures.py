@@ -1,0 +1,103 @@
+"""Readings that travel in reports: devices, rooflines, speculation, and counts by class and tenant.
+
+Values only, with units last in names; ``None`` is unknown, 0 is zero. What this must not do: decide, or read anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReading:
+    """One reading over all devices of a replica; shares are means, temperature is the hottest, counts are sums.
+
+    Source of the fields: NVML API reference. ``None`` wherever a device does not say.
+    """
+
+    sm_share: float | None = None
+    """Share of the last sample period in which a kernel ran (``nvmlUtilization_t.gpu``)."""
+    memory_share: float | None = None
+    """Share of it in which device memory was read or written (``nvmlUtilization_t.memory``)."""
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    throttle: tuple[str, ...] = ()
+    """Reasons why clocks are held down that cost speed, in NVML's words, sorted."""
+    ecc_errors: int | None = None
+    """Uncorrected memory errors since the last reset."""
+    xid_errors: int | None = None
+    """Critical XID events since the sensor started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What a replica's device could do at best, and what the model costs on it."""
+
+    flops_per_s: float
+    """Dense matrix throughput at the model's precision."""
+    bytes_per_s: float
+    """Memory bandwidth."""
+    flops_per_token: float
+    """About 2 x active parameters."""
+    weight_bytes: float
+    """Read in every step."""
+    kv_bytes_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class DepthUse:
+    """Steps of one window that only decoded, at one speculative depth and in one class of batch sizes."""
+
+    depth: int
+    batch_max: int
+    """Upper bound of the class: the least power of two that holds the batch."""
+    steps: int
+    seqs: int
+    """Sequences decoded, summed over steps."""
+    tokens: int
+    """Tokens they got."""
+    busy_ms: float
+    drafted: int = 0
+    """Draft tokens these steps verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassCounts:
+    """One class of requests at one gateway in one window."""
+
+    arrivals: int = 0
+    succeeded: int = 0
+    met: int = 0
+    """Succeeded within TTFT, token gap and end-to-end objectives of their class."""
+    refused: int = 0
+    """For want of capacity; what a limit of its own tenant or task refused does not count."""
+    failed: int = 0
+    """Ended without success for a fault of ours: neither refused nor cancelled."""
+    abandoned: int = 0
+    """Cancelled by clients that had waited for their first byte past the objective."""
+    late_ttft: int = 0
+    """Succeeded, but with the first token after its objective."""
+    late_itl: int = 0
+    """Succeeded, but with a mean token gap above its objective."""
+    late_e2e: int = 0
+    """Succeeded, but whole after its objective or deadline."""
+
+    @property
+    def demand(self) -> int:
+        """Requests that ended and count: all but those withdrawn by their clients or refused by their own limits."""
+        return self.succeeded + self.refused + self.failed + self.abandoned
+
+
+@dataclass(frozen=True, slots=True)
+class TenantCounts:
+    """One tenant at one gateway in one window; the smallest are summed under ``other``."""
+
+    arrivals: int = 0
+    succeeded: int = 0
+    met: int = 0
+    refused: int = 0
+    tokens: int = 0
+    """Prompt plus output."""
