@@ -7,6 +7,8 @@ MAKEFLAGS += --no-print-directory
 export PYTHON
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest --quiet
+# Live suites run a failed test once more and say so (RERUN): HAProxy, Ray and the tests share two cores. What hangs is not repeated.
+LIVE := $(PYTEST) --reruns 1 --reruns-delay 5 --rerun-except "from pytest-timeout" -rfER --durations 25
 UNIT := tests/unit tests/test_architecture.py
 PROPERTY := tests/property tests/sim
 STACK := tests/contract tests/serve
@@ -59,11 +61,11 @@ test: dev ## All tests: pure, then Ray Serve with emulated engines, then real vL
 	$(MAKE) engine
 
 stack: dev
-	$(PYTEST) $(STACK)
+	$(LIVE) $(STACK)
 
 engine: dev
 	$(PY) -m deployments.cli model
-	$(PYTEST) $(ENGINE)
+	$(LIVE) $(ENGINE)
 
 sim: dev ## Check the policies in scenarios drawn from a seed: make sim SEED=7 COUNT=100
 	$(PY) -m deployments.simulation.swarm --seed $(or $(SEED),1) --count $(or $(COUNT),1)

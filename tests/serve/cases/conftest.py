@@ -126,4 +126,4 @@ def calm(system: System) -> Iterator[None]:
     until(lambda: len(system.counters()) == REPLICAS and all_serve(system), "all engines serve", 60)
     yield
     until(lambda: system.try_faults(**NO_FAULTS), "engines that answer", 60)
-    until(system.idle, "everything given back", 20)
+    until(system.idle, "everything given back", 60)

@@ -47,7 +47,7 @@ def test_case_1_three_rounds_of_dropped_clients_leave_no_slot_taken(system: Syst
                 time.sleep(delay_s)
 
         at_once(100, drop)
-        until(system.idle, "no slot taken at gateway and engines", 20)
+        until(system.idle, "no slot taken at gateway and engines", 60)
         assert metric(system, "tidegate_queued_requests") == 0
         good = at_once(8, lambda n: httpx.post(system.url + COMPLETIONS, json=completion(f"{n} ok"), timeout=30))
         assert [answer.status_code for answer in good] == [200] * 8
@@ -63,9 +63,9 @@ def test_case_2_work_whose_client_left_the_queue_never_reaches_an_engine(system:
     at_engines = system.total("requests") - before
     for sock in socks:
         sock.close()
-    until(lambda: metric(system, "tidegate_queued_requests") == 0, "an empty queue", 10)
+    until(lambda: metric(system, "tidegate_queued_requests") == 0, "an empty queue", 60)
     system.faults(slow_factor=1.0)
-    until(system.idle, "everything given back", 20)
+    until(system.idle, "everything given back", 60)
     assert at_engines < 64
     assert system.total("requests") - before <= at_engines + 4, "what waited was dropped, not sent"
 
@@ -92,7 +92,7 @@ def test_case_9_many_unique_prompts_aborts_and_faults_leave_nothing_behind(syste
         system.faults(kind=kinds[part // 24 % 4], share=0.05)
         statuses += at_once(24, lambda n, part=part: ask(part + n))  # type: ignore[misc]
     system.faults(**NO_FAULTS)
-    until(system.idle, "everything given back", 20)
+    until(system.idle, "everything given back", 60)
     assert statuses.count(200) > 400
     assert metric(system, "tidegate_queued_requests") == 0
     assert 0 < metric(system, "tidegate_prefix_index_blocks") <= INDEX_MAX

@@ -60,7 +60,7 @@ class Target:
         assert serve_pids() == self.pids
         answer = httpx.post(f"{self.system.url}/v1/chat/completions", json=CHAT, timeout=30)
         assert answer.status_code == 200, answer.text
-        until(self.system.idle, "everything given back", 15)
+        until(self.system.idle, "everything given back", 60)
 
 
 def serve_pids() -> dict[str, int]:

@@ -162,4 +162,4 @@ def test_case_11_tokens_that_end_inside_a_character_are_served(target: Target) -
     for cut in range(1, len(tokens) + 1):
         answer = httpx.post(target.system.url + COMPLETIONS, json=words(1) | {"prompt": tokens[:cut]})
         assert answer.status_code == 200
-    until(target.system.idle, "everything given back", 15)
+    until(target.system.idle, "everything given back", 60)

@@ -220,4 +220,4 @@ def calm(request: pytest.FixtureRequest) -> Iterator[None]:
     if "system" in request.fixturenames:
         running: System = request.getfixturevalue("system")
         running.faults(kind="none", after_tokens=0, share=1.0, marker=None, die_marker=None, slow_factor=1.0)
-        until(running.idle, "everything given back", 15)
+        until(running.idle, "everything given back", 60)

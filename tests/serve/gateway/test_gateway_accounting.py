@@ -81,7 +81,7 @@ class Log:
 
 
 def lines_of(log: Log, count: int) -> list[dict[str, Any]]:
-    until(lambda: len(log.lines()) >= count, f"{count} lines in the log", 10)
+    until(lambda: len(log.lines()) >= count, f"{count} lines in the log", 60)
     time.sleep(0.3)  # a second line of a request would come about now
     return log.lines()
 
@@ -175,7 +175,7 @@ def test_a_traced_request_is_one_trace_below_its_callers(system: System) -> None
     headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
     assert httpx.post(system.url + PATH, json=CHAT, headers=headers, timeout=30).status_code == 200
     assert httpx.post(system.url + PATH, json=CHAT, timeout=30).status_code == 200
-    until(system.collector.spans, "spans at the collector", 15)
+    until(system.collector.spans, "spans at the collector", 60)
     spans = system.collector.spans()
     assert {span.trace_id.hex() for span in spans} == {trace_id}
     (root,) = [span for span in spans if span.name == "gateway.request"]

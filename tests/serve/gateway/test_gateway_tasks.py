@@ -46,7 +46,7 @@ def shown(client: httpx.Client, task: str) -> Any:
 
 def settled(client: httpx.Client, task: str) -> Any:
     """The task once no call is open: a client may have its answer a moment before the gateway wrote it off."""
-    until(lambda: shown(client, task)["calls"]["open"] == 0, "no call is open", 15)
+    until(lambda: shown(client, task)["calls"]["open"] == 0, "no call is open", 60)
     return shown(client, task)
 
 
@@ -224,12 +224,12 @@ def test_two_gateways_keep_one_budget_and_one_outcome(two_gateways: list[str]) -
         return found
 
     assert {answer.status_code for answer in answers(3)} == {200}
-    until(lambda: everywhere(lambda a: a.json()["calls"]["total"] == 6), "both gateways know of all calls", 20)
+    until(lambda: everywhere(lambda a: a.json()["calls"]["total"] == 6), "both gateways know of all calls", 60)
     with httpx.Client(base_url=two_gateways[0], timeout=30) as seventh:
         assert ask(seventh, task, calls_max=7).status_code == 200
-    until(lambda: everywhere(lambda a: a.json()["calls"]["total"] == 7), "both gateways know of the last one", 20)
+    until(lambda: everywhere(lambda a: a.json()["calls"]["total"] == 7), "both gateways know of the last one", 60)
     assert {answer.json()["error"]["code"] for answer in answers(1)} == {"task_calls"}
     told = httpx.post(f"{two_gateways[1]}/v1/tasks/{task}/outcome", json={"outcome": "success"}, timeout=30)
     assert told.status_code == 200
-    until(lambda: everywhere(lambda a: a.json()["status"] == "success"), "both gateways know the outcome", 20)
+    until(lambda: everywhere(lambda a: a.json()["status"] == "success"), "both gateways know the outcome", 60)
     assert {answer.json()["error"]["code"] for answer in answers(3)} == {"task_ended"}
