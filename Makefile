@@ -8,7 +8,7 @@ export PYTHON
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest --quiet
 # Live suites run a failed test once more and say so (RERUN): HAProxy, Ray and the tests share two cores. What hangs is not repeated.
-LIVE := $(PYTEST) --reruns 1 --reruns-delay 5 --rerun-except "from pytest-timeout" -rfER --durations 25
+LIVE := $(PYTEST) --reruns 1 --reruns-delay 5 --rerun-except "from pytest-timeout" -raR --durations 25
 UNIT := tests/unit tests/test_architecture.py
 PROPERTY := tests/property tests/sim
 STACK := tests/contract tests/serve
