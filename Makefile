@@ -61,10 +61,11 @@ test: dev ## All tests: pure, then Ray Serve with emulated engines, then real vL
 	$(MAKE) engine
 
 stack: dev
-	$(LIVE) $(STACK)
+	$(LIVE) -m "not engine" $(STACK)
 
 engine: dev
 	$(PY) -m deployments.cli model
+	$(LIVE) -m engine tests/contract
 	$(LIVE) $(ENGINE)
 
 sim: dev ## Check the policies in scenarios drawn from a seed: make sim SEED=7 COUNT=100

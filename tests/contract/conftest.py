@@ -1,4 +1,7 @@
-"""Servers under contract: the emulated engine over a real socket, always; real vLLM with ``-m engine``."""
+"""Servers under contract: the emulated engine over a real socket, always; real vLLM with ``-m engine``.
+
+vLLM ends with its module: even idle it keeps a core busy, which whatever runs next would miss.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def emulated_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield from serve_until_done([*command, "--settings", INSTANT], port, EMULATED_START_S, dict(os.environ), log)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Real vLLM with the bundled model on the CPU."""
     folder = os.environ.get("TIDEGATE_TEST_MODEL") or str(Path.home() / ".cache/tidegate/models" / MODEL_NAME)

@@ -24,7 +24,7 @@ def emulated(emulated_url: str) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm(vllm_url: str) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=vllm_url, timeout=TIMEOUT_S) as client:
         yield client
