@@ -1,6 +1,7 @@
 // Lines over the last five minutes. The page keeps the history itself: it begins when the page is opened.
 
 const HISTORY_S = 300;
+const SHORTEST_S = 60;
 const SVG = "http://www.w3.org/2000/svg";
 
 function svg(tag, props) {
@@ -17,12 +18,12 @@ class Chart {
     this.points = [];
     this.legend = el("span", { class: "legend" });
     this.top = el("span", { class: "top" });
+    this.low = el("span", { class: "low" });
     this.plot = svg("svg", { viewBox: "0 0 300 100", preserveAspectRatio: "none", "aria-hidden": "true" });
     this.plot.append(svg("line", { class: "axis", x1: 0, x2: 300, y1: 100, y2: 100 }));
     this.paths = lines.map((line) => svg("path", { class: line.style }));
     this.plot.append(...this.paths);
-    const plot = el("div", { class: "plot" }, this.plot, this.top, el("span", { class: "low" }, "0"),
-      el("span", { class: "when" }, "now"));
+    const plot = el("div", { class: "plot" }, this.plot, this.top, this.low, el("span", { class: "when" }, "now"));
     this.node = el("figure", {}, el("figcaption", {}, el("b", {}, title), this.legend), plot);
     this.labels = lines.map((line) => {
       const text = el("span", {});
@@ -43,6 +44,8 @@ class Chart {
     const tops = this.lines.map((line, i) => Math.max(0, ...this.points.map((p) => p.values[i] ?? 0)));
     const seen = Math.max(0, ...tops.filter((_, i) => this.lines[i].style !== "goal"));
     const goal = Math.max(0, ...tops.filter((_, i) => this.lines[i].style === "goal"));
+    const shown = Math.min(HISTORY_S, Math.max(SHORTEST_S, (at - this.points[0].at) / 1000));
+    say(this.low, `0, ${span(shown)} ago`);
     const top = nice(goal && goal < seen * 4 ? Math.max(seen, goal) : seen);
     say(this.top, this.words(top));
     this.paths.forEach((path, i) => {
@@ -51,7 +54,7 @@ class Chart {
       for (const point of this.points) {
         const value = point.values[i];
         if (value === null || above) { pen = "M"; continue; }
-        const x = 300 - (at - point.at) / (HISTORY_S * 10 / 3);
+        const x = 300 - ((at - point.at) / 1000 / shown) * 300;
         drawn += `${pen}${x.toFixed(1)} ${(100 - (value / top) * 96).toFixed(1)}`;
         pen = "L";
       }

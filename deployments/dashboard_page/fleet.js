@@ -95,7 +95,7 @@ function showDecisions(decisions, epoch) {
 function decision(d, epoch) {
   const facts = el("dl", {});
   return el("li", { "data-key": JSON.stringify([epoch, d.seq, d.verdict]) },
-    el("p", { class: "line" }, d.line),
+    el("p", { class: "line" }, d.line.replaceAll(" -> ", "\u00a0\u2192 ")),
     el("p", {}, d.why, el("span", { class: "muted" }, `  ${d.code}`)),
     d.verdict_text ? el("p", { class: "muted" }, d.verdict_text) : null,
     el("details", { ontoggle: () => story(facts, d.seq) }, el("summary", { "aria-label": `The whole story of decision ${d.seq}` }, "The whole story"), facts));

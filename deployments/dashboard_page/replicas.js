@@ -81,7 +81,7 @@ class Replicas {
     const states = {};
     for (const r of this.all) states[healthOf(r)[0]] = (states[healthOf(r)[0]] ?? 0) + 1;
     const words = Object.entries(states).map(([state, count]) => `${count} ${state}`).join(", ");
-    say($("replica-words"), (words || "none is known") + (this.unknown ? `, ${this.unknown} say nothing` : ""));
+    say($("replica-words"), (words || "none is known") + (this.unknown > (states.silent ?? 0) ? `, ${this.unknown} run and say nothing` : ""));
     dress($("heat"), "aria-label", `Map of ${this.all.length} replicas: ${words}. The table below has the same in figures.`);
     $("pager").hidden = pages < 2;
     const first = this.page * ROWS_MAX;

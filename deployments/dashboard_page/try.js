@@ -37,6 +37,7 @@ async function readEvents(body, take) {
 async function send() {
   const stream = $("t-stream").checked;
   const body = { model: $("t-model").value, messages: [{ role: "user", content: $("t-prompt").value }], max_tokens: Number($("t-tokens").value), stream };
+  if (stream) body.stream_options = { include_usage: true };
   const began = performance.now();
   let first = null;
   say($("answer"), "");
@@ -85,7 +86,7 @@ function way(r) {
     part.style.setProperty("--v", String(value ?? 0));
     return part;
   }));
-  const legend = parts.flatMap(([name, value]) => [el("i", { class: `key ${name}` }), `${name} ${ms(value)}   `]);
+  const legend = parts.flatMap(([name, value]) => [el("i", { class: `key ${name}` }), `${name} ${ms(value)}`]);
   const hops = r.replicas.map((replica, i) => `${i ? ", then " : ""}${replica} (${r.ends[i]})`).join("") || "none: it was not sent to a replica";
   const refused = r.outcome === "refused" ? `refused: ${r.reason}` : `let in${r.queue_ms > 1 ? ` after ${ms(r.queue_ms)} in the queue` : " at once"}`;
   const facts = [

@@ -51,7 +51,7 @@ async def test_it_shows_the_fleet_and_follows_it() -> None:
         await tab.until("document.querySelectorAll('#replicas tbody tr').length === 8")
         stand.decide()
         await tab.until(
-            "document.querySelector('#decisions .line')?.innerText.includes('step_tokens_max 2,048 -> 832')"
+            "document.querySelector('#decisions .line')?.innerText.includes('step_tokens_max 2,048\u00a0\u2192 832')"
         )
         assert "keep gaps within 190 ms" in (await texts(tab, "#decisions li"))[0]
         rows = {row.split()[0]: row for row in await texts(tab, "#replicas tbody tr")}
@@ -163,7 +163,8 @@ async def test_all_of_it_can_be_reached_with_the_keyboard() -> None:
     async with looking(4) as (_, tab):
         await tab.until("document.querySelectorAll('#knobs button').length > 5")
         wanted = await tab.js("""
-            [...document.querySelectorAll('a, button, input, select, textarea, summary, [tabindex="0"]')].filter(n => !n.disabled && n.checkVisibility() && n.tabIndex >= 0).length""")
+            [...document.querySelectorAll('a, button, input, select, textarea, summary, [tabindex="0"]')]
+                .filter(n => !n.disabled && n.checkVisibility() && n.tabIndex >= 0).length""")
         reached = set()
         for _ in range(wanted + 2):
             await tab.press("Tab", 9)
