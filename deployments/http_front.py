@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from deployments.auth import CHALLENGE, Authenticator, require
-from deployments.clients import ClientRule
+from deployments.clients import ClientRule, check_site
 from deployments.clock import now_ns
 from deployments.control_api import BODY_BYTES_MAX as OWN_BODY_BYTES_MAX
 from deployments.core import GatewayCore
@@ -141,6 +141,7 @@ class HttpFront:
                 inbound.record.client_id = clean_client_id(_client_id(scope, headers))
                 await _run(RequestDriver(self._core, inbound, sink), scope, receive, sink)
             elif method in {"POST", "DELETE"}:
+                check_site(headers)
                 body = await self._read_body(headers, receive, OWN_BODY_BYTES_MAX, record)
                 await _send_answer(send, await self._own.take(method, path, body, principal), request_id)
             else:

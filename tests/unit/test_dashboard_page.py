@@ -106,6 +106,14 @@ async def test_a_client_from_elsewhere_does_not_get_the_page_where_only_this_hos
     assert (status, json.loads(body)["error"]["code"]) == (403, "client_not_allowed")
 
 
+async def test_nothing_is_changed_for_a_page_of_another_site(front: HttpFront, controller: Controller) -> None:
+    controller.tick()
+    for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+        found = await ask(front, "DELETE", "/control/overrides", "control:write", sec_fetch_site=site)
+        assert found[0] == status, site
+    assert (await ask(front, "DELETE", "/control/overrides", "control:write"))[0] == 200
+
+
 async def test_a_head_request_has_the_heads_of_a_get_and_no_body(front: HttpFront) -> None:
     _, of_get, _ = await ask(front, "GET", PAGE)
     status, of_head, body = await ask(front, "HEAD", PAGE)
