@@ -80,6 +80,7 @@ class Controller:
         self._fleet: Sampled[FleetView] | None = None
         self._last: TickResult | None = None
         self._objective: deque[ObjectiveSample] = deque()
+        self._shown: tuple[TickResult | None, dict[str, Any]] | None = None
         self._task: asyncio.Task[None] | None = None
         self._started_ns = now_ns()
         self._failed_in_a_row = 0
@@ -244,7 +245,7 @@ class Controller:
 
     def overview(self) -> bytes:
         """What an operator looks at each second, as JSON; see ``control_overview.py``."""
-        at_ns, last, config = now_ns(), self._last, self._config
+        at_ns, config = now_ns(), self._config
         found = {
             "epoch": self.epoch,
             "tick": self._control.ticks,
@@ -262,11 +263,17 @@ class Controller:
             "decisions": control_overview.decisions_overview(self.desk.decisions(control_overview.DECISIONS_SHOWN)),
             "overrides": self.desk.overrides(),
             "knobs": self.desk.shadow(),
-            **control_overview.signals_overview(
-                None if last is None else last.signals, self.plan, at_ns, config.objectives.quantile
-            ),
+            **self._signals_overview(),
         }
         return msgspec.json.encode(found)
+
+    def _signals_overview(self) -> dict[str, Any]:
+        """Made once a tick, however many look; its ages are of the first look."""
+        last = self._last
+        if self._shown is None or self._shown[0] is not last:
+            signals, quantile = None if last is None else last.signals, self._config.objectives.quantile
+            self._shown = last, control_overview.signals_overview(signals, self.plan, now_ns(), quantile)
+        return self._shown[1]
 
     def _stands(self) -> dict[str, Any]:
         """The plan's values of the whole model."""

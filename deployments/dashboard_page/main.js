@@ -25,7 +25,8 @@ const live = {
         return;
       }
       wait = 2 * POLL_MS;
-      tell(this.heardAt === null ? "No answer" : `No answer for ${span((Date.now() - this.heardAt) / 1000)}`, "bad", error.message);
+      const since = this.heardAt === null ? "" : ` since ${new Date(this.heardAt).toLocaleTimeString()}`;
+      tell(`No answer${since}`, "bad", error.message);
     }
     this.timer = setTimeout(() => this.look(), Math.max(100, wait - (performance.now() - began)));
   },
