@@ -2,7 +2,8 @@
 
 ``/control/state`` holds everything, 1.5 KB a replica; this, a tenth of it, is what the page at ``/dashboard`` and the
 command ``status`` ask for each second, so replicas are rows under :data:`COLUMNS` and figures are rounded. Pure
-functions of the controller's values; ``None`` is unknown. It must not decide, and it must not tell what ``/control/...`` does not.
+functions of the controller's values; ``None`` is unknown. It must not decide, and it must not tell what
+``/control/...`` does not.
 """
 
 from __future__ import annotations
