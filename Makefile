@@ -16,7 +16,7 @@ ENGINE := tests/engine
 BENCHES := startup added_ttft relay_cpu affinity token_budget batch_goodput speculation scaling controller_kill explained control_tick control_week sim_accuracy sim_speed \
 	rollback sim_live compare dynamo_r1 request_cpu fairness retry_storm replica_kill overload scenarios joint soak elastic
 
-.PHONY: help serve stop model doctor check format lint types imports unit property test stack engine sim bench lock install dev
+.PHONY: help serve stop model doctor check format lint types imports unit property test stack engine sim bench lock install dev page
 
 help: ## Show this
 	grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -70,6 +70,14 @@ engine: dev
 
 sim: dev ## Check the policies in scenarios drawn from a seed: make sim SEED=7 COUNT=100
 	$(PY) -m deployments.simulation.swarm --seed $(or $(SEED),1) --count $(or $(COUNT),1)
+
+page: dev ## Test the page at /dashboard in Chromium, with axe-core; then measure it (needs chromium and npm)
+	browser=$$(command -v chromium || command -v chromium-browser || command -v google-chrome) \
+		|| { echo "error: no Chromium; on Debian: apt-get install chromium" >&2; exit 1; }; \
+	[ -f .cache/package/axe.min.js ] || { mkdir -p .cache && cd .cache && npm pack --silent axe-core@4.10.3 >/dev/null \
+		&& tar xzf axe-core-4.10.3.tgz package/axe.min.js && cd ..; }; \
+	export TIDEGATE_CHROMIUM=$$browser TIDEGATE_AXE=$$PWD/.cache/package/axe.min.js; \
+	$(PYTEST) tests/unit/test_dashboard_browser.py && $(PY) -m tests.bench.page
 
 bench: dev ## Run every benchmark and print its table
 	$(PY) -m deployments.cli model

@@ -54,7 +54,7 @@ LABELS: Mapping[str, Label] = MappingProxyType(
     {
         label.name: label
         for label in (
-            Label("endpoint", 24, "Path as routed, from the gateway's own list of endpoints; unknown paths share one."),
+            Label("endpoint", 32, "Path as routed, from the gateway's own list of endpoints; unknown paths share one."),
             Label("outcome", 4, "How a request ended: succeeded, failed, cancelled or refused."),
             Label("reason", 64, "Reason code of a decision or an ending; codes are constants in policies/."),
             Label("lever", 16, "Lever a decision moved: affinity, batch, speculation, ..., or guard."),

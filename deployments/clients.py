@@ -41,6 +41,18 @@ def host_name(header: bytes) -> str:
     return text.rsplit(":", 1)[0] if text.count(":") == 1 else text
 
 
+def check_site(headers: Mapping[bytes, bytes]) -> None:
+    """Refuse what a browser sends for a page of another site: where there are no keys, that page would be the operator.
+
+    Browsers say so themselves (``Sec-Fetch-Site``), to this host even without TLS; other clients send no such header.
+
+    Raises:
+        GatewayError: 403.
+    """
+    if headers.get(b"sec-fetch-site", b"none") not in {b"none", b"same-origin"}:
+        raise _forbidden("Nothing is changed for pages of other sites.")
+
+
 class ClientRule:
     """Decides for each connection whether it is answered."""
 

@@ -22,7 +22,11 @@ ANSWER_BYTES_MAX = 64_000_000
 
 
 class ControlError(Exception):
-    """The gateway cannot be asked, or refused; the message is for people."""
+    """The gateway cannot be asked, or refused; the message is for people. ``status``: of an HTTP answer, else 0."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class ControlClient:
@@ -57,7 +61,7 @@ class ControlClient:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                 return json.loads(answer.read(ANSWER_BYTES_MAX))
         except urllib.error.HTTPError as error:
-            raise ControlError(_words(error)) from None
+            raise ControlError(_words(error), error.code) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             why = getattr(error, "reason", None) or error
             raise ControlError(f"{self._url} cannot be asked: {hide_keys(str(why))}; is Tidegate up? (--url)") from None

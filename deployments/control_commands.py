@@ -53,7 +53,8 @@ URL = "http://127.0.0.1:8000"
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
+    """Turn what goes wrong into one line and exit code 1."""
     try:
         yield
     except (ControlError, RecordingError) as error:
@@ -66,7 +67,8 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _client(url: str, key_file: Path | None) -> ControlClient:
+def client_of(url: str, key_file: Path | None) -> ControlClient:
+    """A client of the gateway at ``url`` with the key of ``key_file``, else of the environment."""
     if key_file is None:
         return ControlClient(url, api_key())
     try:
@@ -100,7 +102,7 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a decision changed, why, what else was considered, what was predicted and what happened."""
-    with _one_line_errors():
+    with one_line_errors():
         wanted = Wanted(lever, target, since)
         fetch = _source(ledger, url, key_file)
         if which != "last" and not (which.isascii() and which.isdigit()):
@@ -129,7 +131,7 @@ def decisions(
     as_json: JsonOption = False,
 ) -> None:
     """List decisions, oldest first, one line each; with --json --follow one object a line."""
-    with _one_line_errors():
+    with one_line_errors():
         if follow and ledger is not None:
             raise ControlError("--follow asks the gateway; it does not go with --ledger")
         fetch, wanted = _source(ledger, url, key_file), Wanted(lever, target, since)
@@ -168,7 +170,7 @@ def _source(ledger: Path | None, url: str, key_file: Path | None) -> Fetch:
     """Where decisions come from: the ledger's files, or a gateway."""
     if ledger is not None:
         return lambda limit, since_seq, wanted: read_ledger(ledger, limit, since_seq, wanted, Progress().warn)
-    client = _client(url, key_file)
+    client = client_of(url, key_file)
 
     def fetch(limit: int, since_seq: int | None, wanted: Wanted) -> list[dict[str, Any]]:
         query = {
@@ -192,8 +194,8 @@ def conditions(
     as_json: JsonOption = False,
 ) -> None:
     """Show what is wrong now: active conditions with figures and the next step."""
-    with _one_line_errors():
-        rows = _client(url, key_file).get("/control/conditions")["data"]
+    with one_line_errors():
+        rows = client_of(url, key_file).get("/control/conditions")["data"]
         if name is not None and name not in {row["name"] for row in rows}:
             raise ControlError(f"there is no condition {name!r}; there are: {', '.join(row['name'] for row in rows)}")
         chosen = [row for row in rows if row["name"] == name or (name is None and (everything or row["active"]))]
@@ -216,18 +218,18 @@ def override_set(
     as_json: JsonOption = False,
 ) -> None:
     """Hold a knob at a value."""
-    with _one_line_errors():
+    with one_line_errors():
         given: float | int = int(value) if value.is_integer() else value
         body = {"knob": knob, "value": given, "target": target, "expires_in_s": seconds_of(lasts), "why": why}
-        held = _client(url, key_file).post("/control/overrides", body)
+        held = client_of(url, key_file).post("/control/overrides", body)
         _print(held, as_json, lambda: [words.override_line(held), f"to take it back: override clear {held['id']}"])
 
 
 @override_cli.command("list")
 def override_list(url: UrlOption = URL, key_file: KeyFileOption = None, as_json: JsonOption = False) -> None:
     """Show all overrides in force."""
-    with _one_line_errors():
-        rows = _client(url, key_file).get("/control/overrides")["data"]
+    with one_line_errors():
+        rows = client_of(url, key_file).get("/control/overrides")["data"]
         _print(rows, as_json, lambda: [words.override_line(row) for row in rows] or ["no override is in force"])
 
 
@@ -240,11 +242,11 @@ def override_clear(
     as_json: JsonOption = False,
 ) -> None:
     """Take an override back: the control plane decides again."""
-    with _one_line_errors():
+    with one_line_errors():
         if (override_id is None) is not everything:
             raise ControlError("give the id of one override (`override list` shows them), or --all")
         path = "/control/overrides" if override_id is None else f"/control/overrides/{override_id}"
-        rows = _client(url, key_file).delete(path)["data"]
+        rows = client_of(url, key_file).delete(path)["data"]
         gone = "no override was in force"
         _print(rows, as_json, lambda: [f"taken back: {words.override_line(row)}" for row in rows] or [gone])
 
@@ -281,14 +283,14 @@ def shadow_off(
 @shadow_cli.command("status")
 def shadow_status(url: UrlOption = URL, key_file: KeyFileOption = None, as_json: JsonOption = False) -> None:
     """Show for every knob whether decisions about it are acted on."""
-    with _one_line_errors():
-        rows = _client(url, key_file).get("/control/shadow")["data"]
+    with one_line_errors():
+        rows = client_of(url, key_file).get("/control/shadow")["data"]
         _print(rows, as_json, lambda: [words.shadow_line(row) for row in rows])
 
 
 def _set_shadow(body: Mapping[str, Any], lasts: str, url: str, key_file: Path | None, as_json: bool) -> None:
-    with _one_line_errors():
-        rows = _client(url, key_file).post("/control/shadow", {**body, "expires_in_s": seconds_of(lasts)})["data"]
+    with one_line_errors():
+        rows = client_of(url, key_file).post("/control/shadow", {**body, "expires_in_s": seconds_of(lasts)})["data"]
         _print(rows, as_json, lambda: [words.shadow_line(row) for row in rows])
 
 

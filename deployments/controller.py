@@ -17,14 +17,16 @@ import asyncio
 import logging
 import os
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from autoscaling.recommend import ReplicaScaler
 from autoscaling.simulator.recorded import FleetLine, GatewayLine, Line, ReplicaLine, failed_tick_line, tick_line
 from dashboards.catalogue import Source
-from deployments import control_view
+from deployments import control_overview, control_view
 from deployments.clock import now_ns, wall_ns
 from deployments.control_desk import ControlDesk
 from deployments.recording import open_ledger, open_recorder
@@ -35,6 +37,7 @@ from deployments.tenant_desk import TenantAnswer, TenantDesk, TenantReport
 from policies.build import build_control
 from policies.config import PolicyConfig
 from policies.control.loop import TickResult, tick
+from policies.control.objective import ObjectiveSample, total
 from policies.tasks import TaskLedger, TaskShares, TaskUse
 from policies.types import FleetView, GatewayReport, Plan, ReplicaReport, Sampled
 
@@ -76,6 +79,8 @@ class Controller:
         self._gateways: OrderedDict[str, Sampled[GatewayReport]] = OrderedDict()
         self._fleet: Sampled[FleetView] | None = None
         self._last: TickResult | None = None
+        self._objective: deque[ObjectiveSample] = deque()
+        self._shown: tuple[TickResult | None, dict[str, Any]] | None = None
         self._task: asyncio.Task[None] | None = None
         self._started_ns = now_ns()
         self._failed_in_a_row = 0
@@ -143,6 +148,7 @@ class Controller:
 
     def _took(self, result: TickResult, at_ns: int) -> None:
         self._last = result
+        self._remember(result.objective)
         for decision in result.decisions:
             logger.info(control_view.in_words(decision))
         for line in self.desk.took(result):
@@ -159,6 +165,12 @@ class Controller:
         ):
             for word, lines in zip(("ok", "dropped"), recorder.take_counts() if recorder else (0, 0), strict=True):
                 metric.inc(lines, result=word)
+
+    def _remember(self, sample: ObjectiveSample) -> None:
+        """Keep what the objective did in the last :data:`control_overview.OBJECTIVE_S`."""
+        self._objective.append(sample)
+        while len(self._objective) > 1 and sum(s.seconds for s in self._objective) > control_overview.OBJECTIVE_S:
+            self._objective.popleft()
 
     def _forget_gateways(self, at_ns: int) -> None:
         forget_after_ms = self._config.control.forget_after_ms
@@ -229,6 +241,53 @@ class Controller:
             "fleet": control_view.fleet_state(self._fleet, at_ns),
             "gateways": [control_view.gateway_state(s, at_ns) for s in self._gateways.values()],
             **control_view.tick_state(self._last, at_ns, self._config.objectives.quantile),
+        }
+
+    def overview(self) -> bytes:
+        """What an operator looks at each second, as JSON; see ``control_overview.py``."""
+        at_ns, config = now_ns(), self._config
+        found = {
+            "epoch": self.epoch,
+            "tick": self._control.ticks,
+            "mode": config.control.mode.value,
+            "uptime_s": control_overview.short((at_ns - self._started_ns) / 1e9),
+            "model": self._model,
+            "columns": control_overview.COLUMNS,
+            "promises": control_view.promises(config, self._model),
+            "objective": control_overview.objective_overview(
+                total(self._objective), config.prices.replica_usd_per_hour > 0
+            ),
+            "plan": self._stands(),
+            "fleet": control_view.fleet_state(self._fleet, at_ns),
+            "conditions": control_overview.conditions_overview(self.desk.conditions()),
+            "decisions": control_overview.decisions_overview(self.desk.decisions(control_overview.DECISIONS_SHOWN)),
+            "overrides": self.desk.overrides(),
+            "knobs": self.desk.shadow(),
+            **self._signals_overview(),
+        }
+        return msgspec.json.encode(found)
+
+    def _signals_overview(self) -> dict[str, Any]:
+        """Made once a tick, however many look; its ages are of the first look."""
+        last = self._last
+        if self._shown is None or self._shown[0] is not last:
+            signals, quantile = None if last is None else last.signals, self._config.objectives.quantile
+            self._shown = last, control_overview.signals_overview(signals, self.plan, now_ns(), quantile)
+        return self._shown[1]
+
+    def _stands(self) -> dict[str, Any]:
+        """The plan's values of the whole model."""
+        plan = self.plan
+        if plan is None:
+            return {}
+        return {
+            "seq": plan.seq,
+            "replicas_target": plan.replicas_target,
+            "affinity_strength": control_overview.short(plan.affinity_strength),
+            "load_bound": control_overview.short(plan.load_bound),
+            "forecast_share": control_overview.short(plan.admission.forecast_share),
+            "shed_factor": control_overview.short(plan.admission.shed_factor),
+            "prefill_replicas": plan.prefill_replicas,
         }
 
     def tenants(self) -> dict[str, Any]:

@@ -73,6 +73,10 @@ class ControllerActor:
         """See :meth:`deployments.controller.Controller.state`."""
         return self._controller.state()
 
+    async def overview(self) -> bytes:
+        """See :meth:`deployments.controller.Controller.overview`."""
+        return self._controller.overview()
+
     async def tenants(self) -> dict[str, Any]:
         """See :meth:`deployments.controller.Controller.tenants`."""
         return self._controller.tenants()

@@ -26,6 +26,7 @@ from deployments.live_objectives import LiveObjectives
 from deployments.membership import EMPTY_CHOICE, Membership, RouteCall
 from deployments.meter import Meter
 from deployments.prompt import BlockSizes, ParsedBody, TokenRatio, parse_body
+from deployments.recent_requests import RecentRequests
 from deployments.recording import open_recorder, request_line
 from deployments.request_log import RequestLog, RequestRecord
 from deployments.request_meta import deadline_of, parse_meta, priority_of
@@ -71,6 +72,7 @@ class GatewayCore:
         self.ratio = TokenRatio()
         self.cache_salt = CacheSalt(settings.gateway.cache_salt_file)
         self.log = RequestLog()
+        self.recent = RecentRequests(gateway_id)
         self.tracing = open_tracing(settings, gateway_id)
         """``None``: requests are not traced."""
         self.context_tokens_max = settings.model.known_context_tokens
@@ -201,6 +203,7 @@ class GatewayCore:
             )
             self.recorder.put(recorded)
         self.log.put(record)
+        self.recent.put(record, None if flow.choice is None else flow.choice.reason)
         if self.tracing is not None:
             self.tracing.end(record)
 
@@ -210,6 +213,7 @@ class GatewayCore:
         record.finish(outcome.value, reason, now_ns())
         self.meter.ended_early(record.endpoint, outcome, reason)
         self.log.put(record)
+        self.recent.put(record)
 
     # --- those that wait for their turn -------------------------------------------------------------------------------
 

@@ -115,6 +115,8 @@ OWN: Mapping[str, str] = MappingProxyType(
         "/control/shadow": "for every knob, whether decisions about it are acted on",
         "/control/tasks": "what became of the tasks this gateway counted",
         "/control/tenants": "usage, budget and limits by tenant, all gateways together",
+        "/control/overview": "what an operator looks at each second: replicas in rows, traffic, cost, decisions",
+        "/dashboard": "a page that shows the fleet, and where a prompt can be tried",
     }
 )
 """Endpoints the gateway answers itself by GET."""
@@ -126,6 +128,13 @@ OWN_CHANGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 OVERRIDE_PREFIX = "/control/overrides/"
 """``DELETE /control/overrides/<id>`` takes one override back."""
+
+REQUEST_PREFIX = "/control/requests/"
+"""``GET /control/requests/<id>`` tells what became of one request."""
+
+PAGE = "/dashboard"
+OPEN = frozenset({PAGE})
+"""Answered by GET and HEAD without a key: what is there holds nothing of this system."""
 
 TASK_PREFIX = "/v1/tasks/"
 """``GET /v1/tasks/<id>`` shows one task."""
@@ -145,6 +154,9 @@ def allowed_methods(path: str) -> tuple[str, ...]:
     if path.startswith(OVERRIDE_PREFIX):
         override_id = path.removeprefix(OVERRIDE_PREFIX)
         return ("DELETE", "OPTIONS") if override_id and "/" not in override_id else ()
+    if path.startswith(REQUEST_PREFIX):
+        request_id = path.removeprefix(REQUEST_PREFIX)
+        return ("GET", "HEAD", "OPTIONS") if request_id and "/" not in request_id else ()
     if path in OWN or (path.startswith(MODEL_PREFIX) and len(path) > len(MODEL_PREFIX)):
         return ("GET", "HEAD", "OPTIONS")
     if path.startswith(TASK_PREFIX):
@@ -160,14 +172,14 @@ def label_of(path: str) -> str:
     """``path`` as metrics and logs name it: whatever a client may choose in it is left out."""
     if path in RELAYED or path in OWN:
         return path
-    for prefix in (TASK_PREFIX, OVERRIDE_PREFIX):
+    for prefix in (TASK_PREFIX, OVERRIDE_PREFIX, REQUEST_PREFIX):
         if path.startswith(prefix) and allowed_methods(path):
             return prefix + "{id}"
     return "unknown"
 
 
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
-_ANY_KEY = frozenset({"/health", "/openapi.json"})
+_ANY_KEY = frozenset({"/health", "/openapi.json", PAGE})
 
 
 def scope_needed(path: str, method: str) -> str | None:

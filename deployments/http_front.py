@@ -1,6 +1,7 @@
-"""The gateway's ASGI application: one client connection's request in, one response out, no framework between.
+r"""The gateway's ASGI application: one client connection's request in, one response out, no framework between.
 
     client rule -> API key -> route -> scope -> body, counted -> parse -> RequestDriver -> raw chunks to the client
+                \-> the page, which needs no key
 
 Nothing that a client sends ends in a 500: what the gateway refuses is a :class:`GatewayError` with a true message, and
 whatever else is raised is logged with its traceback and answered with 502 and the request's id. Each request ends once:
@@ -17,12 +18,13 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from deployments.auth import CHALLENGE, Authenticator, require
-from deployments.clients import ClientRule
+from deployments.clients import ClientRule, check_site
 from deployments.clock import now_ns
 from deployments.control_api import BODY_BYTES_MAX as OWN_BODY_BYTES_MAX
 from deployments.core import GatewayCore
+from deployments.dashboard_page.serving import load_page
 from deployments.driver import Interrupt, RequestDriver
-from deployments.endpoints import RELAYED, Dialect, allowed_methods, label_of, scope_needed
+from deployments.endpoints import OPEN, RELAYED, Dialect, allowed_methods, label_of, scope_needed
 from deployments.errors import GatewayError, error_answer, error_event
 from deployments.http_bounds import CONNECTION_KEY
 from deployments.ids import clean_client_id, new_request_id
@@ -96,6 +98,7 @@ class HttpFront:
         self._rule = rule
         self._auth = auth
         self._own = own
+        self._page = load_page()
         self._body_bytes_max = core.settings.gateway.body_bytes_max
         self._body_timeout_s = core.settings.gateway.body_timeout_ms / 1_000
 
@@ -123,6 +126,9 @@ class HttpFront:
             refusal = self._rule.refusal(scope, headers.get(b"host"))
             if refusal is not None:
                 raise refusal
+            if path in OPEN and scope["method"] in {"GET", "HEAD"}:
+                await self._send_page(send, headers, request_id, scope["method"] == "HEAD")
+                return
             principal = self._auth.authenticate(headers)
             record.key_id, record.tenant = principal.key_id, principal.tenant
             method = _check_method(path, scope["method"])
@@ -135,6 +141,7 @@ class HttpFront:
                 inbound.record.client_id = clean_client_id(_client_id(scope, headers))
                 await _run(RequestDriver(self._core, inbound, sink), scope, receive, sink)
             elif method in {"POST", "DELETE"}:
+                check_site(headers)
                 body = await self._read_body(headers, receive, OWN_BODY_BYTES_MAX, record)
                 await _send_answer(send, await self._own.take(method, path, body, principal), request_id)
             else:
@@ -151,6 +158,12 @@ class HttpFront:
                 why = f"The gateway failed while it handled the request; its log has the reason under {request_id}."
                 unexpected = GatewayError(502, "server_error", "gateway_error", why)
                 await sink.error(unexpected, [_id_header(request_id), CLOSE])
+
+    async def _send_page(self, send: Send, headers: dict[bytes, bytes], request_id: str, head: bool) -> None:
+        status, given, body = self._page.answer(headers)
+        given = [_id_header(request_id), *given]
+        await send(FixedHeadersMessage(type="http.response.start", status=status, headers=given))
+        await send({"type": "http.response.body", "body": b"" if head else body, "more_body": False})
 
     async def _read_body(
         self, headers: dict[bytes, bytes], receive: Receive, limit: int, record: RequestRecord

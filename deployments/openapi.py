@@ -12,9 +12,12 @@ import msgspec
 
 from deployments.endpoints import (
     MODEL_PREFIX,
+    OPEN,
     OVERRIDE_PREFIX,
     OWN,
+    PAGE,
     RELAYED,
+    REQUEST_PREFIX,
     TASK_OUTCOME_SUFFIX,
     TASK_PREFIX,
     Dialect,
@@ -30,6 +33,7 @@ VERSION = "0.1.0"
 """Of this product, as pyproject.toml has it."""
 TEXT_ANSWERS = frozenset({"/metrics"})
 """Own endpoints that answer with plain text; ``/health`` has no body, all others are JSON."""
+HTML_ANSWERS = frozenset({PAGE})
 EMPTY_ANSWERS = frozenset({"/health"})
 ARRAY_ANSWERS = frozenset({"/control/decisions"})
 PARAMETERS: dict[str, list[Schema]] = {
@@ -72,6 +76,8 @@ def describe(model: str, keys_needed: bool) -> bytes:
     paths[TASK_PREFIX + "{task}" + TASK_OUTCOME_SUFFIX] = _own(outcome, "how a task ended", [task])
     override: Schema = {"name": "override", "in": "path", "required": True, "schema": {"type": "string"}}
     paths[OVERRIDE_PREFIX + "{override}"] = _own(OVERRIDE_PREFIX + "x", "one override", [override])
+    request: Schema = {"name": "request", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths[REQUEST_PREFIX + "{request}"] = _own(REQUEST_PREFIX + "x", "what became of one request", [request])
     document: dict[str, Any] = {
         "openapi": OPENAPI_VERSION,
         "info": {
@@ -131,12 +137,18 @@ def _own(path: str, summary: str, parameters: list[Schema]) -> Schema:
         if method == "post":
             schema = CONTROL_BODIES.get(path, OUTCOME)
             operations[method]["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if path in OPEN:
+        for method in ("get", "head"):
+            operations[method]["security"] = []
+            operations[method]["responses"]["304"] = _answer("the client has it", {})
     return {"parameters": parameters, **operations} if parameters else operations
 
 
 def _own_content(path: str) -> Schema:
     if path in EMPTY_ANSWERS:
         return {}
+    if path in HTML_ANSWERS:
+        return {"text/html": {"schema": {"type": "string"}}}
     if path in TEXT_ANSWERS:
         return {"text/plain": {"schema": {"type": "string"}}}
     return {"application/json": {"schema": {"type": "array" if path in ARRAY_ANSWERS else "object"}}}

@@ -15,7 +15,7 @@ from deployments.clock import now_ns
 from deployments.control_api import ControlApi
 from deployments.controller_link import ControllerLink
 from deployments.core import GatewayCore
-from deployments.endpoints import MODEL_PREFIX, TASK_PREFIX
+from deployments.endpoints import MODEL_PREFIX, REQUEST_PREFIX, TASK_PREFIX
 from deployments.errors import GatewayError, model_not_found
 from deployments.openapi import describe
 from deployments.telemetry import CONTENT_TYPE
@@ -53,6 +53,10 @@ class OwnAnswers:
             return _json({**state, "objectives_refused": self._core.objectives.refused})
         if path == "/control/tasks":
             return _json(task_api.summary(self._core.policies.flow_context.tasks, now_ns()))
+        if path == "/control/overview":
+            return Answer(await self._controller.ask("overview"))
+        if path.startswith(REQUEST_PREFIX):
+            return _json(self._core.recent.show(path[len(REQUEST_PREFIX) :]))
         if path == "/control/tenants":
             return _json(await self._controller.ask("tenants"))
         if path.startswith("/control/"):

@@ -20,7 +20,16 @@ import yaml
 
 from deployments import run_state
 from deployments.cluster import Ports
-from deployments.endpoints import MODEL_PREFIX, OWN, RELAYED, TASK_OUTCOME_SUFFIX, TASK_PREFIX, Dialect, allowed_methods
+from deployments.endpoints import (
+    MODEL_PREFIX,
+    OPEN,
+    OWN,
+    RELAYED,
+    TASK_OUTCOME_SUFFIX,
+    TASK_PREFIX,
+    Dialect,
+    allowed_methods,
+)
 from deployments.keys import SCOPES
 from deployments.launch import ROOT, RUN_FOLDER
 from deployments.settings import ray_token
@@ -162,11 +171,15 @@ def until(status: int, headers: dict[str, str]) -> None:
 
 
 def test_no_route_answers_without_a_key(running: Running) -> None:
-    """Case 24. Known or not, with any method: 401 before anything else is said."""
+    """Case 24. Known or not, with any method: 401 before anything else is said. The page alone is told; it is empty."""
     found = {}
     for path in (*REGISTERED, *UNREGISTERED):
         for method in METHODS:
             answer = ask(method, path, body=BODY if method in {"POST", "PUT", "PATCH"} else None)
+            if path in OPEN and method in {"GET", "HEAD"}:
+                assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+                assert not any(told.encode() in answer.body for told in (MODEL, *running.keys.values()))
+                continue
             if answer.status != 401 or not answer.headers.get("www-authenticate", "").startswith("Bearer"):
                 found[method, path] = (answer.status, answer.body[:80])
             elif method != "HEAD":
@@ -187,7 +200,7 @@ def test_no_route_answers_a_wrong_key(running: Running) -> None:
         "none",
         "unused",
     ]
-    for path in (*REGISTERED, *UNREGISTERED):
+    for path in {*REGISTERED, *UNREGISTERED} - OPEN:
         method = (*allowed_methods(path), "GET")[0]
         for key in others:
             for headers in (bearer(key), {"x-api-key": key}):

@@ -18,6 +18,7 @@ from deployments.live_objectives import LiveObjectives
 from deployments.membership import Membership, Target
 from deployments.meter import Meter
 from deployments.prompt import TokenRatio
+from deployments.recent_requests import RecentRequests
 from deployments.request_log import RequestLog
 from deployments.settings import Settings
 from deployments.upstream import ConnectionPool
@@ -36,7 +37,7 @@ def a_core(**sections: Any) -> GatewayCore:
     core.membership = Membership(core.policies)
     core.ratio, core.cache_salt = TokenRatio(), CacheSalt()
     core.tracing = core.recorder = core.context_tokens_max = None
-    core.resumable, core.log = True, RequestLog()
+    core.resumable, core.log, core.recent = True, RequestLog(), RecentRequests("gateway")
     core.drivers = set()
     core.pool = ConnectionPool(settings.gateway.connect_timeout_ms)
     core._loop, core._attached = asyncio.get_running_loop(), True

@@ -153,7 +153,7 @@ def test_each_path_needs_its_scope(path: str, method: str, scope: str | None) ->
 
 
 def test_only_two_own_paths_are_for_every_key() -> None:
-    assert {path for path in OWN if scope_needed(path, "GET") is None} == {"/health", "/openapi.json"}
+    assert {path for path in OWN if scope_needed(path, "GET") is None} == {"/health", "/openapi.json", "/dashboard"}
 
 
 def test_a_scope_that_a_key_has_not_is_403_with_its_name() -> None:

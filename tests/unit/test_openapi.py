@@ -16,6 +16,7 @@ from deployments.endpoints import (
     OVERRIDE_PREFIX,
     OWN,
     RELAYED,
+    REQUEST_PREFIX,
     TASK_OUTCOME_SUFFIX,
     TASK_PREFIX,
     Dialect,
@@ -62,6 +63,7 @@ def test_it_describes_each_path_and_method_that_is_answered_and_no_other(documen
     answered["/v1/tasks/{task}"] = allowed_methods("/v1/tasks/t")
     answered["/v1/tasks/{task}/outcome"] = allowed_methods("/v1/tasks/t/outcome")
     answered[OVERRIDE_PREFIX + "{override}"] = allowed_methods(OVERRIDE_PREFIX + "x")
+    answered[REQUEST_PREFIX + "{request}"] = allowed_methods(REQUEST_PREFIX + "x")
     answered[TASK_PREFIX + "{task}"] = allowed_methods(TASK_PREFIX + "goal")
     answered[TASK_PREFIX + "{task}" + TASK_OUTCOME_SUFFIX] = allowed_methods(TASK_PREFIX + "goal" + TASK_OUTCOME_SUFFIX)
     described = {

@@ -1,0 +1,1 @@
+"""The page at ``/dashboard``; see README.md."""
