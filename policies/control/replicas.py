@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import add, sub
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from policies.config import ControlConfig
 from policies.control.windows import Ahead, Figures, Reporter, Reporters, whole_ns
@@ -22,6 +22,16 @@ from policies.roofline import Load, Utilisation, utilisation
 from policies.types import FleetView, Histogram, ReplicaId, ReplicaReport, ReplicaState, Sampled
 
 T = TypeVar("T")
+
+STEPS_MIN = 3
+BUSY_MS_MIN = 250.0
+"""Steps, and time in them, that a window must hold before its pace is compared."""
+
+LEARNED_STEPS_MIN = 20
+"""Steps a model must have seen before anything is read from it."""
+
+Pace: TypeAlias = tuple[float, int, int, int, float]
+"""Time in steps (ms), steps, KV tokens held, token gaps and prompt tokens of a window."""
 
 
 @dataclass(slots=True)
@@ -55,6 +65,10 @@ class ReplicaSignals:
     """Of the window, in the order of :func:`_replica_figures`; nobody changes them."""
     itl_ns: int
     """Sum of the gaps, in ns."""
+    prefill_share: float | None
+    """Share of its step time that computes prompts; ``None`` while it makes no step or has no step model."""
+    pace: Pace | None
+    """What its pace is read from; ``None`` where it did too little."""
     _itl: Histogram | None = field(default=None, repr=False, compare=False)
     _utilisation: tuple[Utilisation | None] | None = field(default=None, repr=False, compare=False)
 
@@ -162,23 +176,35 @@ def _replica_signals(
     prefill_tokens, decode_tokens, query_tokens, hit_tokens, preemptions, steps, gaps = counts
     last = reporter.last
     age_ms = (now_ns - last.received_ns) / 1e6
+    latest, prefill_tps = last.value, prefill_tokens / seconds
+    busy_share = busy_ns / busy_window_ns if busy_window_ns else None
+    prefill_share = pace = None
+    if busy_share:
+        model = latest.step_model
+        if model is not None and model.samples >= LEARNED_STEPS_MIN:
+            prefill_share = min(1.0, model.d_ms * prefill_tps / 1000 / busy_share)
+        busy_ms = busy_share * window_ms
+        if busy_ms >= BUSY_MS_MIN and steps >= STEPS_MIN:
+            pace = busy_ms, steps, latest.kv_tokens_used, gaps, prefill_tps * window_ms / 1000
     return ReplicaSignals(
-        last.value,
+        latest,
         age_ms,
         age_ms <= age_ms_max,
         window,
         window_ms,
-        prefill_tokens / seconds,
+        prefill_tps,
         decode_tokens / seconds,
         query_tokens,
         hit_tokens,
         preemptions,
         steps,
-        busy_ns / busy_window_ns if busy_window_ns else None,
+        busy_share,
         reporter.confidence(window[0] if window else None, now_ns, window_ms, age_ms_max),
         gaps,
         sums,
         itl_ns,
+        prefill_share,
+        pace,
     )
 
 

@@ -109,6 +109,11 @@ class Signals:
         return self._chosen["serving"]
 
     @property
+    def serving_ids(self) -> tuple[ReplicaId, ...]:
+        """Of :attr:`serving`."""
+        return self.ids if self.serving is self.replicas else tuple([r.replica_id for r in self.serving])
+
+    @property
     def queue(self) -> int | None:
         """Requests that wait, in engines and gateways together; ``None`` when blind."""
         if self.blind:
