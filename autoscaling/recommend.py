@@ -118,7 +118,8 @@ class ReplicaScaler:
         if self._stabiliser.target is None:
             return ScaleAdvice(None, Reason("Unknown", "no replica runs and Serve has not spoken yet"))
         samples_min = self._config.batching.samples_min
-        capacity = self._capacities.mean(signals.serving, demand, self._config.objectives, samples_min)
+        objectives, ids = self._config.objectives, signals.serving_ids
+        capacity = self._capacities.mean(signals.serving, demand, objectives, samples_min, ids)
         pending = max(0, self._stabiliser.target - running)
         pressure = self._pressure(signals, demand, capacity, running, pending, now_ns)
         ahead = self._look_ahead(demand, signals, now_ns)
