@@ -266,15 +266,16 @@ def _hold_down(signals: Signals) -> Reason | None:
 
 def _all_full(signals: Signals, running: int) -> bool:
     """Whether the running replicas are full; one that says nothing counts as empty, a stuck one as full."""
-    stuck = sum(1 for r in signals.fresh if r.latest.state is ReplicaState.STUCK)
-    full = stuck + sum(1 for r in signals.serving if _is_full(r))
-    return running > 0 and bool(signals.serving) and full >= running * FULL_SHARE_MIN
+    serving, fresh = signals.serving, signals.fresh
+    stuck = [r for r in fresh if r.latest.state is ReplicaState.STUCK] if len(serving) < len(fresh) else []
+    busy = [r for r in serving if (r.busy_share or 0.0) >= BUSY_SHARE_FULL]
+    full = len(stuck) + sum([_is_full(r) for r in busy])
+    return running > 0 and bool(serving) and full >= running * FULL_SHARE_MIN
 
 
-def _is_full(replica: ReplicaSignals) -> bool:
-    latest, busy = replica.latest, replica.busy_share
-    if busy is None or busy < BUSY_SHARE_FULL:
-        return False
+def _is_full(busy: ReplicaSignals) -> bool:
+    """Whether a busy replica has no place for one more."""
+    latest = busy.latest
     return latest.waiting > 0 or latest.running >= (latest.knobs.running_seqs_max or latest.running_seqs_hard)
 
 
