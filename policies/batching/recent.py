@@ -42,10 +42,11 @@ class Recent:
         self._worked_ns = self._preempted_ns = self._late_ns = -1
         """When the last report that worked, that saw preemptions, and that has gaps that are too long was received."""
 
-    def receive(self, sampled: Sampled[ReplicaReport], high_bucket: int) -> bool:
+    def receive(self, sampled: Sampled[ReplicaReport], high_bucket: int, left_ns: int = 0) -> bool:
         """Take in one report as it comes, so that :meth:`look` finds it done; whether it was taken in.
 
-        Only what follows the rows that are there: first reports, new lives and floods are left to :meth:`look`.
+        Only what follows the rows that are there: first reports, new lives and floods are left to :meth:`look`. What
+        was received before ``left_ns`` has left the window for good.
         """
         rows = self._rows
         if not rows or high_bucket != self._high_bucket or not rows[-1].seq < sampled.value.seq:
@@ -53,6 +54,8 @@ class Recent:
         if len(rows) >= ROWS_MAX:
             return False
         self._keep(sampled)
+        while rows[0].received_ns < left_ns:
+            rows.popleft()
         return True
 
     def _keep(self, sampled: Sampled[ReplicaReport]) -> None:

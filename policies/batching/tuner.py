@@ -107,9 +107,12 @@ class BatchTuner:
         self.wish = Knobs(running_seqs_max=knobs.running_seqs_max, step_tokens_max=knobs.step_tokens_max)
         self._made(now_ns)
 
-    def receive(self, sampled: Sampled[ReplicaReport]) -> None:
-        """Count an accepted report as it comes, which leaves less to the next :meth:`step`; it may be left out."""
-        if self._recent.receive(sampled, self._outcome.high_bucket):
+    def receive(self, sampled: Sampled[ReplicaReport], left_ns: int = 0) -> None:
+        """Count an accepted report as it comes, which leaves less to the next :meth:`step`; it may be left out.
+
+        Reports received before ``left_ns`` have left the window.
+        """
+        if self._recent.receive(sampled, self._outcome.high_bucket, left_ns):
             self._meter.receive(sampled.value)
             self._quick.receive(sampled.value)
 

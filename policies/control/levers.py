@@ -22,6 +22,7 @@ from policies.control.moves import Move, Place, Value, Wishes
 from policies.control.objective import ObjectiveSample
 from policies.control.signals import Signals
 from policies.control.turns import Turns
+from policies.control.windows import WINDOW_NS
 from policies.speculation import SpeculationTuner
 from policies.steering import ANY, Knob, Lever
 from policies.types import GatewayReport, Knobs, Reason, ReplicaId, ReplicaReport, Sampled
@@ -156,7 +157,7 @@ class BatchLever:
         """Count an accepted report."""
         tuner = self._tuners.get(report.replica_id)
         if tuner is not None:
-            tuner.receive(Sampled(report, now_ns))
+            tuner.receive(Sampled(report, now_ns), now_ns - WINDOW_NS)
 
     @property
     def wishes(self) -> Wishes:
