@@ -181,11 +181,13 @@ class TaskBook:
         record = self._tasks.get((tenant, task))
         if record is None:
             return Refusal("task_not_found", "this task had no call here, or none for too long", INVALID, 404)
-        if record.outcome is None:
-            self._decide(record, outcome)
-            self._mark(record)
-            self._count(record)
-        return None if record.outcome is outcome else _over(record.outcome)
+        known = record.outcome
+        if known is not None:
+            return None if known is outcome else _over(known)
+        self._decide(record, outcome)
+        self._mark(record)
+        self._count(record)
+        return None
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
