@@ -17,7 +17,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,6 +45,10 @@ FAILED_TICKS_MAX = 10
 
 GATEWAYS_MAX = 256
 """Gateways whose last report is kept for :meth:`Controller.state`."""
+
+
+TICKS_KEPT = 8
+"""Last ticks whose state can still be asked for: beside a decision stands what was known when it was made."""
 
 
 class Controller:
@@ -76,6 +80,7 @@ class Controller:
         self._gateways: OrderedDict[str, Sampled[GatewayReport]] = OrderedDict()
         self._fleet: Sampled[FleetView] | None = None
         self._last: TickResult | None = None
+        self._kept: deque[TickResult] = deque(maxlen=TICKS_KEPT)
         self._task: asyncio.Task[None] | None = None
         self._started_ns = now_ns()
         self._failed_in_a_row = 0
@@ -143,6 +148,7 @@ class Controller:
 
     def _took(self, result: TickResult, at_ns: int) -> None:
         self._last = result
+        self._kept.append(result)
         for decision in result.decisions:
             logger.info(control_view.in_words(decision))
         for line in self.desk.took(result):
@@ -229,6 +235,19 @@ class Controller:
             "fleet": control_view.fleet_state(self._fleet, at_ns),
             "gateways": [control_view.gateway_state(s, at_ns) for s in self._gateways.values()],
             **control_view.tick_state(self._last, at_ns, self._config.objectives.quantile),
+        }
+
+    def state_at(self, tick: int) -> dict[str, Any] | None:
+        """What :meth:`state` says of a tick, as it was then; ``None``: it is not one of the last :data:`TICKS_KEPT`."""
+        result = next((kept for kept in self._kept if kept.plan.seq == tick), None)
+        if result is None:
+            return None
+        return {
+            "epoch": self.epoch,
+            "tick": tick,
+            "objectives": control_view.plain(self._config.objectives),
+            "plan": control_view.plain(result.plan),
+            **control_view.tick_state(result, result.signals.now_ns, self._config.objectives.quantile),
         }
 
     def tenants(self) -> dict[str, Any]:
