@@ -347,7 +347,8 @@ class ReplicaBook:
     def look(self, now_ns: int) -> tuple[ReplicaSignals, ...]:
         """Every known replica at ``now_ns``, those silent for too long forgotten; what follows is of this time."""
         self._now_ns = now_ns
-        if self._received_ns and (now_ns - min(self._received_ns)) / 1e6 > self._config.forget_after_ms:
+        oldest_ns = min(self._received_ns, default=now_ns)
+        if self._newcomers or (now_ns - oldest_ns) / 1e6 > self._config.forget_after_ms:
             self._reporters.forget(now_ns)
         if self._reporters.items() is not self._order:
             self._arrange(now_ns)
