@@ -82,21 +82,29 @@ class Capacities:
 
     def __init__(self) -> None:
         self._turns = Turns()
-        self._known: dict[ReplicaId, Capacity | None] = {}
+        self._ids: tuple[ReplicaId, ...] = ()
+        self._known: list[Capacity | None] = []
+        """Of each of :attr:`_ids`; ``None``: its step model cannot be trusted."""
 
     def mean(
-        self, replicas: Sequence[ReplicaSignals], demand: Demand, objectives: ObjectivesConfig, samples_min: int
-    ) -> Capacity | None:
-        """Mean of the replicas whose step model can be trusted; ``None`` when none can. Call it once per tick."""
-        known, self._known = self._known, {}
+        self, replicas: Sequence[ReplicaSignals], demand: Demand, objectives: ObjectivesConfig, samples_min: int,
+        ids: tuple[ReplicaId, ...] | None = None,
+    ) -> Capacity | None:  # fmt: skip
+        """Mean of the replicas whose step model can be trusted; ``None`` when none can. Call it once per tick.
+
+        ``ids``: their names, where the caller has them.
+        """
+        ids = tuple([r.replica_id for r in replicas]) if ids is None else ids
         due = self._turns.due(len(replicas))
-        for number, replica in enumerate(replicas):
-            replica_id = replica.latest.replica_id
-            if number in due or replica_id not in known:
-                self._known[replica_id] = _trusted_capacity(replica, demand, objectives, samples_min)
-            else:
-                self._known[replica_id] = known[replica_id]
-        return _mean([c for c in self._known.values() if c is not None])
+        known, places = self._known, iter(due)
+        if ids != self._ids:
+            old = dict(zip(self._ids, self._known, strict=True))
+            places = (place for place, replica_id in enumerate(ids) if place in due or replica_id not in old)
+            self._ids, self._known = ids, [old.get(replica_id) for replica_id in ids]
+            known = self._known
+        for place in places:
+            known[place] = _trusted_capacity(replicas[place], demand, objectives, samples_min)
+        return _mean([c for c in known if c is not None])
 
 
 def _trusted_capacity(

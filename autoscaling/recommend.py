@@ -118,7 +118,8 @@ class ReplicaScaler:
         if self._stabiliser.target is None:
             return ScaleAdvice(None, Reason("Unknown", "no replica runs and Serve has not spoken yet"))
         samples_min = self._config.batching.samples_min
-        capacity = self._capacities.mean(signals.serving, demand, self._config.objectives, samples_min)
+        objectives, ids = self._config.objectives, signals.serving_ids
+        capacity = self._capacities.mean(signals.serving, demand, objectives, samples_min, ids)
         pending = max(0, self._stabiliser.target - running)
         pressure = self._pressure(signals, demand, capacity, running, pending, now_ns)
         ahead = self._look_ahead(demand, signals, now_ns)
@@ -265,15 +266,16 @@ def _hold_down(signals: Signals) -> Reason | None:
 
 def _all_full(signals: Signals, running: int) -> bool:
     """Whether the running replicas are full; one that says nothing counts as empty, a stuck one as full."""
-    stuck = sum(1 for r in signals.fresh if r.latest.state is ReplicaState.STUCK)
-    full = stuck + sum(1 for r in signals.serving if _is_full(r))
-    return running > 0 and bool(signals.serving) and full >= running * FULL_SHARE_MIN
+    serving, fresh = signals.serving, signals.fresh
+    stuck = [r for r in fresh if r.latest.state is ReplicaState.STUCK] if len(serving) < len(fresh) else []
+    busy = [r for r in serving if (r.busy_share or 0.0) >= BUSY_SHARE_FULL]
+    full = len(stuck) + sum([_is_full(r) for r in busy])
+    return running > 0 and bool(serving) and full >= running * FULL_SHARE_MIN
 
 
-def _is_full(replica: ReplicaSignals) -> bool:
-    latest, busy = replica.latest, replica.busy_share
-    if busy is None or busy < BUSY_SHARE_FULL:
-        return False
+def _is_full(busy: ReplicaSignals) -> bool:
+    """Whether a busy replica has no place for one more."""
+    latest = busy.latest
     return latest.waiting > 0 or latest.running >= (latest.knobs.running_seqs_max or latest.running_seqs_hard)
 
 

@@ -1,6 +1,7 @@
 """The control plane over HTTP: what the controller decided and why, and what people may set by hand.
 
     GET    /control/decisions        the ledger; limit, since_seq, since, lever, target
+    GET    /control/state?tick=<n>   signals, conditions and plan as of one of the last ticks
     GET    /control/conditions       every named condition, active or not, with figures and the next step
     GET    /control/overrides        values and modes set by hand that are in force
     POST   /control/overrides        {"knob", "value" or "mode", "target", "expires_in_s", "why"}
@@ -65,11 +66,23 @@ class ControlApi:
         """The answer to GET."""
         if path == "/control/decisions":
             return await self._controller.ask("decisions", *page_of(query, time.time()))
+        if path == "/control/state":
+            return await self._state(tick_of(query))
         if path == "/control/conditions":
             return _listed(await self._controller.ask("conditions"))
         if path == "/control/overrides":
             return _listed(await self._controller.ask("overrides"))
         return _listed(await self._controller.ask("shadow"))
+
+    async def _state(self, tick: int | None) -> Any:
+        """What the controller knows now, or knew at ``tick``."""
+        if tick is None:
+            return await self._controller.ask("state")
+        state = await self._controller.ask("state_at", tick)
+        if state is None:
+            message = f"tick: the controller keeps the last few only, and {tick} is none of them."
+            raise GatewayError(404, "invalid_request_error", "tick_not_kept", message, "tick")
+        return state
 
     async def change(self, method: str, path: str, body: bytes, principal: Principal) -> Any:
         """The answer to POST and DELETE."""
@@ -195,6 +208,11 @@ def page_of(query: bytes, now_unix_s: float) -> tuple[int, int | None, DecisionF
         raise bad_request(f"lever: there is none of that name; there are: {', '.join(LEVERS)}.", "lever")
     since_s = None if since is None else since_unix_s(since, now_unix_s)
     return DECISIONS_DEFAULT if limit is None else limit, since_seq, DecisionFilter(lever, target, since_s)
+
+
+def tick_of(query: bytes) -> int | None:
+    """``tick`` of a query string; ``None``: it names none. Raises ``GatewayError`` 400."""
+    return _whole_number(parse_qs(query.decode("latin-1")), "tick")
 
 
 def since_unix_s(text: str, now_unix_s: float) -> float:

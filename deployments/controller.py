@@ -50,6 +50,10 @@ GATEWAYS_MAX = 256
 """Gateways whose last report is kept for :meth:`Controller.state`."""
 
 
+TICKS_KEPT = 8
+"""Last ticks whose state can still be asked for: beside a decision stands what was known when it was made."""
+
+
 class Controller:
     """See the module. ``on_broken`` is called once when ticks keep failing and must end the process.
 
@@ -81,6 +85,7 @@ class Controller:
         self._last: TickResult | None = None
         self._objective: deque[ObjectiveSample] = deque()
         self._shown: tuple[TickResult | None, dict[str, Any]] | None = None
+        self._kept: deque[TickResult] = deque(maxlen=TICKS_KEPT)
         self._task: asyncio.Task[None] | None = None
         self._started_ns = now_ns()
         self._failed_in_a_row = 0
@@ -149,6 +154,7 @@ class Controller:
     def _took(self, result: TickResult, at_ns: int) -> None:
         self._last = result
         self._remember(result.objective)
+        self._kept.append(result)
         for decision in result.decisions:
             logger.info(control_view.in_words(decision))
         for line in self.desk.took(result):
@@ -288,6 +294,19 @@ class Controller:
             "forecast_share": control_overview.short(plan.admission.forecast_share),
             "shed_factor": control_overview.short(plan.admission.shed_factor),
             "prefill_replicas": plan.prefill_replicas,
+        }
+
+    def state_at(self, tick: int) -> dict[str, Any] | None:
+        """What :meth:`state` says of a tick, as it was then; ``None``: it is not one of the last :data:`TICKS_KEPT`."""
+        result = next((kept for kept in self._kept if kept.plan.seq == tick), None)
+        if result is None:
+            return None
+        return {
+            "epoch": self.epoch,
+            "tick": tick,
+            "objectives": control_view.plain(self._config.objectives),
+            "plan": control_view.plain(result.plan),
+            **control_view.tick_state(result, result.signals.now_ns, self._config.objectives.quantile),
         }
 
     def tenants(self) -> dict[str, Any]:

@@ -77,6 +77,10 @@ class ControllerActor:
         """See :meth:`deployments.controller.Controller.overview`."""
         return self._controller.overview()
 
+    async def state_at(self, tick: int) -> dict[str, Any] | None:
+        """See :meth:`deployments.controller.Controller.state_at`."""
+        return self._controller.state_at(tick)
+
     async def tenants(self) -> dict[str, Any]:
         """See :meth:`deployments.controller.Controller.tenants`."""
         return self._controller.tenants()

@@ -37,6 +37,9 @@ HTML_ANSWERS = frozenset({PAGE})
 EMPTY_ANSWERS = frozenset({"/health"})
 ARRAY_ANSWERS = frozenset({"/control/decisions"})
 PARAMETERS: dict[str, list[Schema]] = {
+    "/control/state": [
+        {"name": "tick", "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": 10**18 - 1}},
+    ],
     "/control/decisions": [
         {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 1_000}},
         {"name": "since_seq", "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": 10**18 - 1}},

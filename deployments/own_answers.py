@@ -49,7 +49,7 @@ class OwnAnswers:
         if path == "/openapi.json":
             return Answer(self._description)
         if path == "/control/state":
-            state = await self._controller.ask("state")
+            state = await self._control.read(path, query)
             return _json({**state, "objectives_refused": self._core.objectives.refused})
         if path == "/control/tasks":
             return _json(task_api.summary(self._core.policies.flow_context.tasks, now_ns()))

@@ -128,7 +128,7 @@ def choose(
     knobs, expected = pairs[place], judged[place]
     if wish.step_tokens_max is None:
         return Choice(knobs, expected, judged[0], None)
-    stands = judge.expect(wish)
+    stands = expected if wish == knobs else judge.expect(wish)
     if calm and expected.utilisation < CALM_LOAD:
         knobs = next((p for pair in pairs if judge.as_good(p := _narrower(pair, wish), wish, error)), wish)
         return Choice(knobs, judge.expect(knobs), judged[0], stands)

@@ -39,19 +39,34 @@ class Recent:
     def __init__(self) -> None:
         self._rows: deque[Row] = deque()
         self._high_bucket = 0
+        self._worked_ns = self._preempted_ns = self._late_ns = -1
+        """When the last report that worked, that saw preemptions, and that has gaps that are too long was received."""
 
-    def receive(self, sampled: Sampled[ReplicaReport], high_bucket: int) -> bool:
+    def receive(self, sampled: Sampled[ReplicaReport], high_bucket: int, left_ns: int = 0) -> bool:
         """Take in one report as it comes, so that :meth:`look` finds it done; whether it was taken in.
 
-        Only what follows the rows that are there: first reports, new lives and floods are left to :meth:`look`.
+        Only what follows the rows that are there: first reports, new lives and floods are left to :meth:`look`. What
+        was received before ``left_ns`` has left the window for good.
         """
         rows = self._rows
         if not rows or high_bucket != self._high_bucket or not rows[-1].seq < sampled.value.seq:
             return False
         if len(rows) >= ROWS_MAX:
             return False
-        rows.append(_row(sampled, high_bucket))
+        self._keep(sampled)
+        while rows[0].received_ns < left_ns:
+            rows.popleft()
         return True
+
+    def _keep(self, sampled: Sampled[ReplicaReport]) -> None:
+        row = _row(sampled, self._high_bucket)
+        self._rows.append(row)
+        if row.worked:
+            self._worked_ns = row.received_ns
+        if row.preempted:
+            self._preempted_ns = row.received_ns
+        if row.late:
+            self._late_ns = row.received_ns
 
     def look(self, window: Sequence[Sampled[ReplicaReport]], high_bucket: int) -> list[ReplicaReport]:
         """Take in the window, whose gaps from ``high_bucket`` on are too long; answers the reports that are new."""
@@ -62,13 +77,14 @@ class Recent:
             known = -1 if newest < last else last
             rows.clear()
             last, self._high_bucket = -1, high_bucket
+            self._worked_ns = self._preempted_ns = self._late_ns = -1
         new = []
         for sampled in reversed(window):
             if sampled.value.seq <= last:
                 break
             new.append(sampled)
         for sampled in reversed(new):
-            rows.append(_row(sampled, high_bucket))
+            self._keep(sampled)
         oldest = window[0].value.seq
         while rows[0].seq < oldest:
             rows.popleft()
@@ -77,15 +93,19 @@ class Recent:
     @property
     def worked(self) -> bool:
         """Whether the engine did anything in the window."""
-        return any(row.worked for row in self._rows)
+        return self._holds(self._worked_ns)
 
     def preempted(self, after_ns: int) -> bool:
         """Whether a report received after ``after_ns`` saw preemptions."""
-        return any(row.preempted and row.received_ns > after_ns for row in self._rows)
+        return self._preempted_ns > after_ns and self._holds(self._preempted_ns)
 
     def late(self, after_ns: int) -> bool:
         """Whether a report received after ``after_ns`` has gaps that are too long."""
-        return any(row.late and row.received_ns > after_ns for row in self._rows)
+        return self._late_ns > after_ns and self._holds(self._late_ns)
+
+    def _holds(self, received_ns: int) -> bool:
+        """Whether a report of that time is still in the window."""
+        return bool(self._rows) and received_ns >= self._rows[0].received_ns
 
     def since(self, after_ns: int) -> list[ReplicaReport]:
         """Reports received after ``after_ns``."""

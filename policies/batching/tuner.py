@@ -107,9 +107,12 @@ class BatchTuner:
         self.wish = Knobs(running_seqs_max=knobs.running_seqs_max, step_tokens_max=knobs.step_tokens_max)
         self._made(now_ns)
 
-    def receive(self, sampled: Sampled[ReplicaReport]) -> None:
-        """Count an accepted report as it comes, which leaves less to the next :meth:`step`; it may be left out."""
-        if self._recent.receive(sampled, self._outcome.high_bucket):
+    def receive(self, sampled: Sampled[ReplicaReport], left_ns: int = 0) -> None:
+        """Count an accepted report as it comes, which leaves less to the next :meth:`step`; it may be left out.
+
+        Reports received before ``left_ns`` have left the window.
+        """
+        if self._recent.receive(sampled, self._outcome.high_bucket, left_ns):
             self._meter.receive(sampled.value)
             self._quick.receive(sampled.value)
 
@@ -270,8 +273,17 @@ class BatchTuner:
         """
         mean = self._meter.running
         running = max(1, math.ceil(mean + MANY * math.sqrt(mean)))
-        kv_tokens, share = round(running * (point.kv_per_seq or 0.0)), point.itl_share * LONG_PROMPTS_SHARE
-        return replace(point, running=running, kv_tokens=kv_tokens, itl_share=share)
+        return BatchPoint(
+            model=point.model,
+            running=running,
+            kv_tokens=round(running * (point.kv_per_seq or 0.0)),
+            kv_tokens_max=point.kv_tokens_max,
+            running_seqs_hard=point.running_seqs_hard,
+            step_tokens_hard=point.step_tokens_hard,
+            prefill_only=point.prefill_only,
+            itl_share=point.itl_share * LONG_PROMPTS_SHARE,
+            prefill_tps=point.prefill_tps,
+        )
 
     def _move(self, point: BatchPoint, solution: _Solution, braked: bool, corrected: bool, now_ns: int) -> BatchMove:
         before, choice = self.wish, solution.choice

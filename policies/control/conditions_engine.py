@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from policies.affinity import PREDICTED_SHARE_MIN, REQUESTS_MIN, TRUST_HIGH, TRUST_LOW
 from policies.control.burn import MIDDLE
-from policies.control.facts import Facts, prefill_share_of
+from policies.control.facts import Facts
 from policies.control.findings import UNKNOWN, Finding, certainty, named
 from policies.control.signals import ReplicaSignals
 from policies.control.windows import WINDOW_MS
@@ -94,7 +94,7 @@ def _cap(latest: ReplicaReport) -> int:
 
 def _where(facts: Facts, share_of: Callable[[float], float], limit: float) -> list[ReplicaId]:
     """Replicas whose share of step time is above ``limit``, highest first; ``share_of`` takes that of prompts."""
-    known = [(prefill_share_of(r), r.replica_id) for r in facts.serving]
+    known = [(r.prefill_share, r.replica_id) for r in facts.serving]
     shares = [(share_of(prefill), replica_id) for prefill, replica_id in known if prefill is not None]
     return [replica_id for share, replica_id in sorted(shares, key=lambda row: (-row[0], row[1])) if share > limit]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from policies.config import PolicyConfig
 from policies.control.burn import BurnMeter
-from policies.control.peers import LEARNED_STEPS_MIN, Comparison, Peers
+from policies.control.peers import Comparison, Peers
 from policies.control.signals import ReplicaSignals, Signals
 from policies.types import GatewayReport, ReplicaState
 
@@ -78,8 +78,7 @@ class Memory:
         queue = signals.queue
         if queue is not None:
             self._queues.append(queue)
-        fresh = signals.fresh
-        serving = tuple([r for r in fresh if r.latest.state is ReplicaState.READY])
+        fresh, serving = signals.fresh, signals.serving
         starting = _starting(signals, fresh)
         return Facts(
             config=self._config,
@@ -87,7 +86,7 @@ class Memory:
             meter=self._meter,
             fresh=fresh,
             serving=serving,
-            peers=self._peers.compare(serving),
+            peers=self._peers.compare(serving, signals.serving_ids),
             prefill_share=_prefill_share(serving),
             queue=queue,
             queues=tuple(self._queues),
@@ -107,21 +106,13 @@ class Memory:
         return 0.0 if self._waits_since_ns is None else (now_ns - self._waits_since_ns) / 1e9
 
 
-def prefill_share_of(replica: ReplicaSignals) -> float | None:
-    """Share of one replica's step time that computes prompts; ``None`` while it makes no step or has no model."""
-    model, busy_share = replica.latest.step_model, replica.busy_share
-    if model is None or model.samples < LEARNED_STEPS_MIN or not busy_share:
-        return None
-    return min(1.0, model.d_ms * replica.prefill_tps / 1000 / busy_share)
-
-
 def _prefill_share(replicas: Sequence[ReplicaSignals]) -> float | None:
     prefill = busy = 0.0
     for replica in replicas:
-        share = prefill_share_of(replica)
-        if share is not None and replica.busy_share is not None:
-            prefill += share * replica.busy_share
-            busy += replica.busy_share
+        share, busy_share = replica.prefill_share, replica.busy_share
+        if share is not None and busy_share is not None:
+            prefill += share * busy_share
+            busy += busy_share
     return prefill / busy if busy else None
 
 

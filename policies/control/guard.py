@@ -123,7 +123,7 @@ class Guard:
     def step(self, adaptation: Adaptation, signals: Signals, sample: ObjectiveSample, now_ns: int) -> Guarded:
         """One tick: judge what is due, then let through what may move."""
         self._tick += 1
-        step = _Step(signals, now_ns, sum([r.serving for r in signals.replicas]), dict(adaptation.wishes))
+        step = _Step(signals, now_ns, len(signals.serving), dict(adaptation.wishes))
         overrides = self._overrides.in_force(now_ns)
         self._shadow(step)
         self._thaw(step)

@@ -10,7 +10,7 @@ This module must not compute a value itself, and must not choose between levers 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from policies.control.moves import Move, Place, Value, Wishes
 from policies.control.objective import ObjectiveSample
 from policies.control.signals import Signals
 from policies.control.turns import Turns
+from policies.control.windows import WINDOW_NS
 from policies.speculation import SpeculationTuner
 from policies.steering import ANY, Knob, Lever
 from policies.types import GatewayReport, Knobs, Reason, ReplicaId, ReplicaReport, Sampled
@@ -144,7 +145,9 @@ class BatchLever:
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
+        self._ids: tuple[ReplicaId, ...] = ()
         self._tuners: dict[ReplicaId, BatchTuner] = {}
+        """One for each of :attr:`_ids`."""
         self._wishes: dict[Place, Value] = {}
         self._held: dict[ReplicaId, int] = {}
         """Slow replicas, and ticks since each was last found slow."""
@@ -154,7 +157,7 @@ class BatchLever:
         """Count an accepted report."""
         tuner = self._tuners.get(report.replica_id)
         if tuner is not None:
-            tuner.receive(Sampled(report, now_ns))
+            tuner.receive(Sampled(report, now_ns), now_ns - WINDOW_NS)
 
     @property
     def wishes(self) -> Wishes:
@@ -165,19 +168,18 @@ class BatchLever:
         """What each tuner says of its replica, of large fleets those whose turn it is (``turns.py``) or that have just
         preempted.
         """
-        tuners, self._tuners = self._tuners, {}
+        signals = view.signals
+        if signals.ids != self._ids:
+            self._arrange(signals.ids)
         moves: list[Move] = []
-        due = self._turns.due(len(view.signals.replicas))
-        for number, replica in enumerate(view.signals.replicas):
-            latest = replica.latest
-            replica_id = latest.replica_id
-            tuner = tuners.pop(replica_id, None)
-            if tuner is None:
-                tuner = BatchTuner(self._config.batching, self._config.objectives)
-                self._wishes |= _batch_places(replica_id, tuner.wish)
-            self._tuners[replica_id] = tuner
-            if not replica.fresh or not (number in due or latest.preemptions):
+        due: Sequence[int] = self._turns.due(len(self._ids))
+        if signals.preempting:
+            due = sorted({*due, *signals.preempting})
+        for place in due:
+            replica, replica_id = signals.replicas[place], self._ids[place]
+            if not replica.fresh:
                 continue
+            tuner = self._tuners[replica_id]
             before = tuner.wish
             move = tuner.step(replica.window, now_ns, view.offered.get(replica_id))
             if tuner.wish is not before:
@@ -186,10 +188,23 @@ class BatchLever:
                 held = replica_id in self._held or replica_id in view.slow - view.leaving
                 asked = _batch_move(replica_id, move)
                 moves += [asked] if not held else _tokens_only(asked)
-        self._forget(tuners)
         if view.slow or self._held:
             moves += self._hold_slow(view)
         return moves
+
+    def _arrange(self, ids: tuple[ReplicaId, ...]) -> None:
+        """A tuner for each of ``ids``, and no others."""
+        old, self._tuners, self._ids = self._tuners, {}, ids
+        for replica_id in ids:
+            tuner = old.pop(replica_id, None)
+            if tuner is None:
+                tuner = BatchTuner(self._config.batching, self._config.objectives)
+                self._wishes |= _batch_places(replica_id, tuner.wish)
+            self._tuners[replica_id] = tuner
+        for replica_id in old:
+            self._held.pop(replica_id, None)
+            for place in _batch_places(replica_id, _NO_KNOBS):
+                self._wishes.pop(place, None)
 
     def reconfigure(self, config: PolicyConfig) -> None:
         """Every tuner steers by the objectives of ``config`` from now on."""
@@ -228,12 +243,6 @@ class BatchLever:
         if replica_id in self._held:
             places[_places(replica_id)[0]] = self._config.batching.running_seqs_min
         return places
-
-    def _forget(self, gone: Iterable[ReplicaId]) -> None:
-        for replica_id in gone:
-            self._held.pop(replica_id, None)
-            for place in _batch_places(replica_id, _NO_KNOBS):
-                self._wishes.pop(place, None)
 
     def adopt(self, in_force: Wishes, now_ns: int) -> None:
         """Take over the knobs that stand."""

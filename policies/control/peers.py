@@ -9,8 +9,8 @@ models; with it, what a replica did in its window of reports should have taken::
     slowness    = ratio / median ratio of its kind            of the others, where there is but one other
 
 It is read from what engines measured, so that it shows within one window of reports, before the step model has learned
-the new speed, and whatever load the replica has. Comparing ratios cancels what the law leaves out. A replica with fewer
-than :data:`STEPS_MIN` steps or :data:`BUSY_MS_MIN` of them in its window, or alone of its kind, is not judged.
+the new speed, and whatever load the replica has. Comparing ratios cancels what the law leaves out. A replica that did
+too little in its window (``ReplicaSignals.pace``), or is alone of its kind, is not judged.
 
 What this must not do: eject, or tell a slow device from a busy one next to it.
 """
@@ -22,15 +22,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeAlias
 
-from policies.control.signals import ReplicaSignals
+from policies.control.replicas import LEARNED_STEPS_MIN, ReplicaSignals
 from policies.types import ReplicaId, StepCoefficients
-
-STEPS_MIN = 3
-BUSY_MS_MIN = 250.0
-"""Steps, and time in them, that a window must hold before its pace is compared."""
-
-LEARNED_STEPS_MIN = 20
-"""Steps a model must have seen before it counts into the law of its kind."""
 
 KV_RATIO_MAX = 1.25
 """KV caches of one kind of engine differ by less: the rest of a device's memory is measured at its start."""
@@ -59,16 +52,20 @@ class Peers:
         self._kinds: dict[ReplicaId, Kind] = {}
         self._laws: dict[Kind, StepCoefficients] = {}
         self._age = LAW_TICKS
+        self._ids: tuple[ReplicaId, ...] | None = None
+        self._places: dict[Kind, list[int]] = {}
+        """Places of each kind's members among :attr:`_ids`."""
 
-    def compare(self, replicas: Sequence[ReplicaSignals]) -> Comparison:
-        """Each of ``replicas`` with those of its kind."""
+    def compare(self, replicas: Sequence[ReplicaSignals], ids: tuple[ReplicaId, ...] | None = None) -> Comparison:
+        """Each of ``replicas``, whose names are ``ids``, with those of its kind."""
+        ids = tuple([r.replica_id for r in replicas]) if ids is None else ids
         self._age += 1
-        members = self._members(replicas) if self._age < LAW_TICKS else None
+        members = self._members(replicas, ids) if self._age < LAW_TICKS else None
         if members is None:
             members = kinds_of(replicas)
-            self._kinds = {r.latest.replica_id: kind for kind, of_kind in members.items() for r in of_kind}
+            self._kinds = {r.replica_id: kind for kind, of_kind in members.items() for r in of_kind}
             self._laws = {kind: law for kind, of_kind in members.items() if (law := law_of(of_kind)) is not None}
-            self._age = 0
+            self._age, self._ids = 0, None
         slowness: dict[ReplicaId, float] = {}
         for kind, of_kind in members.items():
             law = self._laws.get(kind)
@@ -76,19 +73,19 @@ class Peers:
                 slowness.update(_against(_ratios(of_kind, law)))
         return Comparison(members, self._laws, slowness)
 
-    def _members(self, replicas: Sequence[ReplicaSignals]) -> dict[Kind, list[ReplicaSignals]] | None:
+    def _members(
+        self, replicas: Sequence[ReplicaSignals], ids: tuple[ReplicaId, ...]
+    ) -> dict[Kind, list[ReplicaSignals]] | None:
         """``replicas`` by what they were last time; ``None`` where one is new."""
-        known = self._kinds
-        members: dict[Kind, list[ReplicaSignals]] = {}
-        for replica in replicas:
-            kind = known.get(replica.latest.replica_id)
-            if kind is None:
-                return None
-            if kind in members:
-                members[kind].append(replica)
-            else:
-                members[kind] = [replica]
-        return members
+        if ids != self._ids:
+            places: dict[Kind, list[int]] = {}
+            for place, replica_id in enumerate(ids):
+                kind = self._kinds.get(replica_id)
+                if kind is None:
+                    return None
+                places.setdefault(kind, []).append(place)
+            self._ids, self._places = ids, places
+        return {kind: [replicas[place] for place in places] for kind, places in self._places.items()}
 
 
 def kinds_of(replicas: Sequence[ReplicaSignals]) -> dict[Kind, list[ReplicaSignals]]:
@@ -129,15 +126,12 @@ def _ratios(members: Sequence[ReplicaSignals], law: StepCoefficients) -> list[tu
     ratios = []
     a_ms, b_ms, c_ms, d_ms = law.a_ms, law.b_ms, law.c_ms, law.d_ms
     for r in members:
-        steps, window_ms = r.steps, r.window_ms
-        busy_ms = (r.busy_share or 0.0) * window_ms
-        if busy_ms < BUSY_MS_MIN or steps < STEPS_MIN:
+        if r.pace is None:
             continue
-        latest = r.latest
-        prefill_tokens = r.prefill_tps * window_ms / 1000
-        expected_ms = (a_ms + c_ms * latest.kv_tokens_used / 1000) * steps + b_ms * r.gaps + d_ms * prefill_tokens
+        busy_ms, steps, kv_tokens, gaps, prefill_tokens = r.pace
+        expected_ms = (a_ms + c_ms * kv_tokens / 1000) * steps + b_ms * gaps + d_ms * prefill_tokens
         if expected_ms > 0:
-            ratios.append((latest.replica_id, busy_ms / expected_ms))
+            ratios.append((r.replica_id, busy_ms / expected_ms))
     return ratios
 
 

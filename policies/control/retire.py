@@ -21,7 +21,7 @@ What this must not do: judge who is slow, or act.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from policies.control.moves import Move, Place, Value, Wishes
 from policies.control.signals import Signals
@@ -71,7 +71,7 @@ class Retirement:
         return frozenset(self._retired_ns) if self._next is None else frozenset({self._next, *self._retired_ns})
 
     def step(
-        self, signals: Signals, quick: Iterable[ReplicaId], slow: Iterable[ReplicaId], figures: Mapping[str, float],
+        self, signals: Signals, quick: Sequence[ReplicaId], slow: Iterable[ReplicaId], figures: Mapping[str, float],
         now_ns: int,
     ) -> list[Move]:  # fmt: skip
         """At most one that leaves, and those that are given up.
@@ -102,17 +102,18 @@ class Retirement:
             del self._retired_ns[replica_id]
             self._refused.add(replica_id)
 
-    def _look(self, signals: Signals, quick: Iterable[ReplicaId], slow: Iterable[ReplicaId], now_ns: int) -> None:
-        known = {r.latest.replica_id for r in signals.replicas}
+    def _look(self, signals: Signals, quick: Sequence[ReplicaId], slow: Iterable[ReplicaId], now_ns: int) -> None:
+        known = set(signals.ids)
         for replica_id in quick:
             self._quick_ns.setdefault(replica_id, now_ns)
-            self._slow_ns.pop(replica_id, None)
+        if self._slow_ns:
+            for replica_id in quick:
+                self._slow_ns.pop(replica_id, None)
         for replica_id in slow:
             self._slow_ns.setdefault(replica_id, now_ns)
         for book in (self._quick_ns, self._slow_ns, self._retired_ns):
-            if book.keys() - known:
-                for replica_id in book.keys() - known:
-                    del book[replica_id]
+            for replica_id in () if book.keys() <= known else book.keys() - known:
+                del book[replica_id]
         self._refused &= known
 
     def _became(self, replica_id: ReplicaId) -> bool:

@@ -34,9 +34,7 @@ class ClassTraffic:
     abandoned_ps: float = 0.0
     """Their clients left, having waited for the first byte past the objective."""
     late_ttft_ps: float = 0.0
-    late_itl_ps: float = 0.0
-    late_e2e_ps: float = 0.0
-    """Of the last three: succeeded, but later than promised."""
+    """Succeeded, but their first byte came later than promised."""
 
     @property
     def demand_ps(self) -> float:
@@ -148,7 +146,7 @@ _TTFT, _ITL, _E2E, _TTFT_ERROR = range(4)
 """Places of a gateway's histograms."""
 _BUCKETS = len(Histogram().counts)
 _CLASSES = tuple(priority.value for priority in Priority)
-_CLASS_FIELDS = tuple(f.name for f in fields(ClassCounts))
+_CLASS_FIELDS = tuple(f.name.removesuffix("_ps") for f in fields(ClassTraffic))
 _CLASS_WIDTH = len(_CLASS_FIELDS)
 _NO_CLASS = (0,) * _CLASS_WIDTH
 _HISTOGRAMS_AT = _COUNTS + _CLASS_WIDTH * len(_CLASSES)

@@ -161,7 +161,7 @@ class Trials:
     def step(self, sample: ObjectiveSample, signals: Signals) -> tuple[Outcome, ...]:
         """Take one tick's figures, and judge what is due."""
         self._tick += 1
-        serving = sum([r.serving for r in signals.replicas])
+        serving = len(signals.serving)
         self._ticks.append(_Tick(self._tick, sample, serving, signals.gateways_fresh > 0))
         self._history.note(sample, serving)
         outcomes = []
@@ -232,7 +232,7 @@ class Trials:
         if trial.settled is not None:
             return
         target = next(iter(trial.after.values()))
-        running = signals.fleet.replicas_running if signals.fleet else sum([r.serving for r in signals.replicas])
+        running = signals.fleet.replicas_running if signals.fleet else len(signals.serving)
         if target is None or running == target:
             trial.settled = self._tick + SETTLE_TICKS
 

@@ -3,9 +3,9 @@
     turns   = min(TURNS_MAX, ceil(replicas / PER_TICK))
     due     = every ``turns``-th replica of the sorted fleet, from another one at each tick
 
-A fleet of up to :data:`PER_TICK` is looked at whole in every tick. In a larger one what is known of a replica (its
-lines in the fleet model, its capacity, its tuner's answer) is up to ``turns`` ticks old, which is less than the window
-of reports that it is read from. What must not wait (a preemption, a replica that is new) does not ask.
+A fleet of up to :data:`PER_TICK` is looked at whole in every tick. In a larger one what is worked out of a replica (its
+capacity, its tuner's answer) is up to ``turns`` ticks old, which is less than the window of reports that it is read
+from. What must not wait (a preemption, a replica that is new) does not ask.
 
 This module must not know what is worked out.
 """

@@ -22,6 +22,9 @@ from policies.types import Sampled
 WINDOW_MS = 12_000.0
 """Reports older than this do not count into rates and histograms."""
 
+WINDOW_NS = 12_000_000_000
+"""The same in ns."""
+
 WINDOW_REPORTS_MAX = 32
 """Reports kept of one reporter."""
 
@@ -59,13 +62,16 @@ RowsOf: TypeAlias = Callable[[R], Mapping[str, tuple[int, ...]]]
 
 
 class Ahead(NamedTuple, Generic[R]):
-    """A reporter's window at a time that is still to come."""
+    """A reporter's window at a time that is still to come, if no other report comes before."""
 
     old: int
     """Reports that will have left it."""
     window: tuple[Sampled[R], ...]
     sums: list[int]
     times: list[int]
+    from_ns: int
+    until_ns: int
+    """Between these times it is the window; never where it is empty."""
 
 
 class Reporter(Generic[R]):
@@ -91,6 +97,7 @@ class Reporter(Generic[R]):
         """Sums of the times in ns of all reports in the window, after :meth:`window`; empty for an empty window."""
         self.sums: list[int] = []
         """Of all reports in the window, after :meth:`window`; empty for an empty window. Never changed in place."""
+        self._ahead: Ahead[R] | None = None
         self.last = first
         self._keep(first)
 
@@ -104,50 +111,51 @@ class Reporter(Generic[R]):
                 return False
             for kept in (self._window, self._counts, self._times, self.rows):
                 kept.clear()
-            self.sums, self.times = [], []
+            self.sums, self.times, self._ahead = [], [], None
+        self._turn(now_ns)
         self.last = Sampled(report, now_ns)
         self._keep(self.last)
         self._drop_old(now_ns)
         return True
 
     def ahead(self, then_ns: int) -> Ahead[R]:
-        """The window and its sums as they will be at ``then_ns`` if no other report comes; see :meth:`turn_to`."""
+        """The window and its sums as they will be at ``then_ns`` if no other report comes."""
         old, sums, times = 0, self.sums, self.times
         for sampled, counts, spans in zip(self._window, self._counts, self._times, strict=True):
-            if (then_ns - sampled.received_ns) / 1e6 <= WINDOW_MS:
+            if then_ns - sampled.received_ns <= WINDOW_NS:
                 break
             old += 1
             times = list(map(sub, times, spans))
             sums = list(map(sub, sums, counts)) if counts else sums
         window = tuple(islice(self._window, old, None))
-        return Ahead(old, window, sums, times) if window else Ahead(old, (), [], [])
+        if window:
+            from_ns = self._window[old - 1].received_ns + WINDOW_NS + 1 if old else 0
+            ahead = Ahead(old, window, sums, times, from_ns, window[0].received_ns + WINDOW_NS)
+        else:
+            ahead = Ahead(old, (), [], [], 0, -1)
+        self._ahead = ahead
+        return ahead
 
-    def turn_to(self, ahead: Ahead[R], now_ns: int) -> bool:
-        """Make ``ahead``, of the last report, the present; ``False`` where ``now_ns`` is on the other side of a report.
-
-        What reports are too old is thus looked for as they come, and a tick finds it done.
-        """
-        window, old = self._window, ahead.old
-        if not ahead.window or (now_ns - window[old].received_ns) / 1e6 > WINDOW_MS:
-            return False
-        if old:
-            if (now_ns - window[old - 1].received_ns) / 1e6 <= WINDOW_MS:
-                return False
-            for kept in (window, self._counts, self._times):
-                for _ in range(old):
-                    kept.popleft()
-            self.sums, self.times = ahead.sums, ahead.times
-        return True
+    def _turn(self, now_ns: int) -> None:
+        """Drop what :meth:`ahead` looked at as gone, with the sums it made, where that has come true."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or not ahead.old or not ahead.window or now_ns < ahead.from_ns:
+            return
+        for kept in (self._window, self._counts, self._times):
+            for _ in range(ahead.old):
+                kept.popleft()
+        self.sums, self.times = ahead.sums, ahead.times
 
     def window(self, now_ns: int) -> tuple[Sampled[R], ...]:
         """Reports of the last :data:`WINDOW_MS`, oldest first; older ones are dropped."""
+        self._turn(now_ns)
         self._drop_old(now_ns)
         return tuple(self._window)
 
     def _drop_old(self, now_ns: int) -> None:
-        """Drop what is too old: with each report, so that little of it is left to a tick."""
+        """Drop what is too old."""
         window = self._window
-        while window and (now_ns - window[0].received_ns) / 1e6 > WINDOW_MS:
+        while window and now_ns - window[0].received_ns > WINDOW_NS:
             self._drop()
 
     def confidence(self, first: Sampled[R] | None, now_ns: int, covered_ms: float, age_ms_max: float) -> float:

@@ -92,6 +92,7 @@ class TaskBook:
         self._idle: Recency[_Task] = Recency()
         """Those without an open call, by when it ended."""
         self._open_calls = 0
+        self._open_tasks = 0
         self._changed: dict[tuple[str, str], None] = {}
         """Tasks with counts the others do not know."""
         self._ended: deque[TaskEnd] = deque(maxlen=ENDED_MAX)
@@ -165,7 +166,7 @@ class TaskBook:
             own.succeeded += succeeded
             own.failed += not succeeded
         if record.outcome is None and outcome is not None and (succeeded or outcome is TaskOutcome.FAILURE):
-            record.outcome = outcome
+            self._decide(record, outcome)
         self._mark(record)
         if not own.calls_open:
             self._rest(record, now_ns)
@@ -180,11 +181,13 @@ class TaskBook:
         record = self._tasks.get((tenant, task))
         if record is None:
             return Refusal("task_not_found", "this task had no call here, or none for too long", INVALID, 404)
-        if record.outcome is None:
-            record.outcome = outcome
-            self._mark(record)
-            self._count(record)
-        return None if record.outcome is outcome else _over(record.outcome)
+        known = record.outcome
+        if known is not None:
+            return None if known is outcome else _over(known)
+        self._decide(record, outcome)
+        self._mark(record)
+        self._count(record)
+        return None
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
@@ -214,7 +217,7 @@ class TaskBook:
     @property
     def open_tasks(self) -> int:
         """Tasks whose outcome is not known yet."""
-        return sum(record.outcome is None for record in self._tasks.values())
+        return self._open_tasks
 
     @property
     def open_calls(self) -> int:
@@ -290,7 +293,8 @@ class TaskBook:
             record.started_ns = min(record.started_ns, now_ns - round(use.age_ms * 1e6))
             record.last_end_ns = max(record.last_end_ns, now_ns - round(use.idle_ms * 1e6))
             record.limits = record.limits.narrowed(use.limits)
-            record.outcome = record.outcome or use.outcome
+            if record.outcome is None and use.outcome is not None:
+                self._decide(record, use.outcome)
             if not record.own.calls_open:
                 self._rest(record, now_ns)
             if record.outcome is not None:
@@ -333,7 +337,13 @@ class TaskBook:
         if len(self._tasks) >= self._config.tasks_max:
             self._make_room(tenant)
         record = self._tasks[tenant, task] = _Task((tenant, task), now_ns)
+        self._open_tasks += 1
         return record
+
+    def _decide(self, record: _Task, outcome: TaskOutcome) -> None:
+        """The outcome of a task that had none."""
+        record.outcome = outcome
+        self._open_tasks -= 1
 
     def _make_room(self, tenant: str) -> None:
         """Forget one task for one of ``tenant``, where one is idle."""
@@ -349,6 +359,7 @@ class TaskBook:
     def _forget(self, record: _Task) -> None:
         self._idle.pop(record.key)
         del self._tasks[record.key]
+        self._open_tasks -= record.outcome is None
         self._changed.pop(record.key, None)
         if record.owner is not False:
             record.owner = True

@@ -1,16 +1,18 @@
-"""Every decision of a live run is explained, and its figures are those of the metrics at that time.
+"""Every decision of a live run is explained, and its figures are those of state and metrics at its tick.
 
 A fleet of emulated engines serves a mixed load that changes every 20 seconds (short chats, long prompts, one prefix for
-all, a burst, a slow replica, a lull). Several times a second ``/control/state`` and the controller's metrics are read;
-each sample carries the tick it shows. At the end each decision is compared with the sample of its own tick (on a
-machine too busy to take one: it must lie between those of the ticks around it): active conditions, the values it set in
-the plan, and every figure of its ``inputs`` that state or metrics show as well (:data:`STATE`, :data:`REPLICA`,
-:data:`METRICS`). Figures of a window that a sample cannot show are bounded instead (:data:`BOUNDS`). And ``explain``
-must tell each decision: change, reason, every figure.
+all, a burst, a slow replica, a lull). Several times a second the ledger is read, and of every tick that decided
+something ``/control/state?tick=``, which is kept for some seconds: so each decision stands beside the state of its own
+tick, however busy the machine is. The controller's metrics show the last tick alone; they are read as often, and count
+for the decisions of the ticks that they were read at. At the end each decision is compared: active conditions, the
+values it set in the plan, and every figure of its ``inputs`` that state or metrics show as well (:data:`STATE`,
+:data:`REPLICA`, :data:`METRICS`). Figures of a window of which the state shows the last report are bounded instead
+(:data:`BOUNDS`). And ``explain`` must tell each decision: change, reason, every figure.
 
     python -m tests.bench.explained [--seconds 600] [--port 8000]
 
-Exit code 1 on any mismatch, on a decision without a sample of its tick, or where nothing was decided.
+Exit code 1 on any mismatch, on a decision without the state of its tick, or where nothing was decided or no metric
+could be compared.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ Row: TypeAlias = tuple[str, str, str]
 """Decision, what does not match, the two values."""
 
 SAMPLE_S = 0.25
-"""Time between two samples: each tick of a second is in several."""
+"""Time between two samples: most ticks of a second are in several, and none is missed whose state is kept."""
 PHASE_S = 20.0
 REPLICAS = 3
 MODEL = "smollm2-135m-instruct"
@@ -91,7 +93,7 @@ BOUNDS: Mapping[str, Callable[[Entry], tuple[float, float]]] = {
     "running": lambda r: (r["running"], r["running_seqs_hard"]),
     "kv_tokens": lambda r: (0, r["kv_tokens_max"]),
 }
-"""Highest of a window of reports, of which the sample shows the last: least and most that it can be."""
+"""Highest of a window of reports, of which the state shows the last: least and most that it can be."""
 
 
 @dataclass
@@ -99,14 +101,17 @@ class Samples:
     """What was read while the load ran, by epoch and tick."""
 
     states: dict[tuple[str, int], Entry] = field(default_factory=dict)
+    """Of ticks that decided something."""
+    lost: set[tuple[str, int]] = field(default_factory=set)
+    """Such ticks whose state was no longer kept."""
     pages: dict[tuple[str, int], str] = field(default_factory=dict)
     entries: dict[tuple[str, int], Entry] = field(default_factory=dict)
     """The ledger, by epoch and number: as the run ended, or as long as the ring held them."""
 
-    def at(self, epoch: str, tick: int) -> tuple[Entry, str] | None:
-        """State and page of one tick."""
-        state, page = self.states.get((epoch, tick)), self.pages.get((epoch, tick))
-        return None if state is None or page is None else (state, page)
+    def missing(self) -> set[tuple[str, int]]:
+        """Ticks that decided something and whose state can still be read."""
+        decided = {(entry["epoch"], entry["tick"]) for entry in self.entries.values()}
+        return decided - self.states.keys() - self.lost
 
 
 @dataclass
@@ -115,11 +120,11 @@ class Outcome:
 
     compared: Counter[str] = field(default_factory=Counter)
     """Figures compared, by lever."""
+    metrics: int = 0
+    """Those of them that were compared with the metrics."""
     wrong: list[Row] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
-    """Decisions of whose tick, or of a tick beside it, there is no sample."""
-    between: int = 0
-    """Decisions compared with the ticks around theirs."""
+    """Decisions of whose tick there is no state."""
     untold: list[str] = field(default_factory=list)
     """Decisions that ``explain`` does not tell in full."""
 
@@ -128,22 +133,25 @@ class Outcome:
 
 
 async def sample(session: aiohttp.ClientSession, url: str, samples: Samples) -> None:
-    """One look at state, metrics and ledger; a controller that is away is looked at the next time."""
+    """One look at metrics, ledger and the states behind it; a controller that is away is looked at the next time."""
     from deployments.controller_actor import ACTOR_NAME, OWNER_DEPLOYMENT
     from deployments.serve_internals import find_controller_actor
     from tests.bench.fleet import APP
 
-    state = await h.control_state(session, url)
-    if state.get("plan"):
-        samples.states.setdefault((state["epoch"], state["tick"]), state)
-        actor = await asyncio.to_thread(find_controller_actor, APP, OWNER_DEPLOYMENT, ACTOR_NAME)
-        if actor is None:
-            return
-        page = str(await actor.metrics.remote())
-        samples.pages.setdefault((state["epoch"], int(metric(page, "tidegate_control_plan_seq"))), page)
+    actor = await asyncio.to_thread(find_controller_actor, APP, OWNER_DEPLOYMENT, ACTOR_NAME)
+    if actor is not None:
+        epoch, page = str(await actor.ping.remote()), str(await actor.metrics.remote())
+        samples.pages.setdefault((epoch, int(metric(page, "tidegate_control_plan_seq"))), page)
     async with session.get(f"{url}/control/decisions?limit=1000") as answer:
         if answer.status == 200:
             samples.entries |= {(entry["epoch"], entry["seq"]): entry for entry in await answer.json()}
+    for epoch, tick in sorted(samples.missing()):
+        async with session.get(f"{url}/control/state?tick={tick}") as answer:
+            state = await answer.json() if answer.status == 200 else {}
+        if state.get("epoch") == epoch:
+            samples.states[epoch, tick] = state
+        elif answer.status in (200, 404):
+            samples.lost.add((epoch, tick))
 
 
 async def watch(url: str, samples: Samples, over: asyncio.Event) -> None:
@@ -233,9 +241,9 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def figures(entry: Entry, state: Entry, page: str) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value in the decision, value of the sample, for each figure that a sample shows."""
-    replica = next((r for r in state["replicas"] if r["replica_id"] == entry["target"]), None)
+def figures(entry: Entry, state: Entry) -> Iterator[tuple[str, Any, Any]]:
+    """Name, value in the decision, value of the state, for each figure that the state shows."""
+    replica = _target(entry, state)
     for name, value in entry["inputs"].items():
         if value is None:
             continue
@@ -246,13 +254,24 @@ def figures(entry: Entry, state: Entry, page: str) -> Iterator[tuple[str, Any, A
         if replica is not None and name in BOUNDS:
             low, high = BOUNDS[name](replica)
             yield f"{name} in {low}..{high}", low <= value <= high, True
-        if name in METRICS and not (replica is None and name.startswith("step_")):
-            yield f"{name} (metric)", value, METRICS[name](page, str(entry["target"]))
     active = sorted(c["name"] for c in state["conditions"] if c["active"])
     yield "conditions", sorted(entry["conditions"]), active
     if entry["acted"] and entry["lever"] != "guard":
         for knob, value in entry["after"].items():
             yield f"plan's {knob}", value, in_plan(state["plan"], knob, str(entry["target"]))
+
+
+def measured(entry: Entry, state: Entry, page: str) -> Iterator[tuple[str, Any, Any]]:
+    """The same for the figures that the metrics show."""
+    for name, value in entry["inputs"].items():
+        of_replica = name.startswith("step_")
+        if value is not None and name in METRICS and (not of_replica or _target(entry, state) is not None):
+            yield f"{name} (metric)", value, METRICS[name](page, str(entry["target"]))
+
+
+def _target(entry: Entry, state: Entry) -> Entry | None:
+    """The replica that the decision is about, if it is about one."""
+    return next((r for r in state["replicas"] if r["replica_id"] == entry["target"]), None)
 
 
 def in_plan(plan: Entry, knob: str, target: str) -> Any:
@@ -264,32 +283,23 @@ def in_plan(plan: Entry, knob: str, target: str) -> Any:
 
 
 def compare(samples: Samples) -> Outcome:
-    """Each decision beside the sample of its tick; where there is none, between those of the ticks around it."""
+    """Each decision beside the state of its tick, and beside the metrics where they were read at that tick."""
     outcome = Outcome()
     for (epoch, seq), entry in sorted(samples.entries.items()):
         name = f"#{seq} {entry['lever']} [{entry['reason']['code']}]"
-        own = samples.at(epoch, entry["tick"])
-        around = [samples.at(epoch, entry["tick"] + step) for step in (-1, 1)]
-        beside = [own] if own else [one for one in around if one]
-        if not own and len(beside) < len(around):
+        state = samples.states.get((epoch, entry["tick"]))
+        if state is None:
             outcome.unseen.append(name)
             continue
-        outcome.between += not own
-        for (what, decided, seen), *others in zip(*(list(figures(entry, *one)) for one in beside), strict=True):
+        page = samples.pages.get((epoch, entry["tick"]))
+        in_metrics = [] if page is None else list(measured(entry, state, page))
+        outcome.metrics += len(in_metrics)
+        for what, decided, seen in (*figures(entry, state), *in_metrics):
             outcome.compared[entry["lever"]] += 1
-            values = [seen, *(other[2] for other in others)]
-            if not fits(decided, values):
-                told = f"{decided} / {' .. '.join(map(str, values))}; {entry['before']} -> {entry['after']}"
+            if not same(decided, seen):
+                told = f"{decided} / {seen}; {entry['before']} -> {entry['after']}"
                 outcome.wrong.append((name, what, told))
     return outcome
-
-
-def fits(decided: Any, seen: list[Any]) -> bool:
-    """The value of a sample, or one between those of two."""
-    if any(same(decided, value) for value in seen):
-        return True
-    numbers = [value for value in (decided, *seen) if isinstance(value, int | float)]
-    return len(seen) == 2 and len(numbers) == 3 and min(seen) <= decided <= max(seen)
 
 
 def explain_all(samples: Samples, url: str, outcome: Outcome) -> None:
@@ -298,7 +308,7 @@ def explain_all(samples: Samples, url: str, outcome: Outcome) -> None:
     from deployments.explain import number
 
     runner = CliRunner()
-    epoch = list(samples.states)[-1][0]
+    epoch = list(samples.entries)[-1][0]
     for (life, seq), entry in sorted(samples.entries.items()):
         if life != epoch:
             continue
@@ -317,9 +327,13 @@ def report(samples: Samples, outcome: Outcome, statuses: Counter[int]) -> bool:
     """Print the tables; whether all bars hold."""
     by_lever = Counter(str(entry["lever"]) for entry in samples.entries.values())
     rows = [[lever, count, outcome.compared[lever]] for lever, count in sorted(by_lever.items())]
-    h.table("Decisions and figures compared with the sample of their tick", ["lever", "decisions", "figures"], rows)
+    h.table(
+        "Decisions and figures compared with state and metrics of their tick", ["lever", "decisions", "figures"], rows
+    )
     judged = Counter(str(entry["verdict"]) for entry in samples.entries.values())
-    print(f"verdicts: {dict(judged)}; ticks sampled: {len(samples.states)}; answers: {dict(statuses)}")
+    both = len(samples.states.keys() & samples.pages.keys())
+    print(f"verdicts: {dict(judged)}; answers: {dict(statuses)}")
+    print(f"ticks that decided: {len(samples.states)}, of {both} of them the metrics were read")
     for row in outcome.wrong[:20]:
         print("  differs:", *row)
     for text in (*outcome.unseen[:10], *outcome.untold[:10]):
@@ -329,10 +343,9 @@ def report(samples: Samples, outcome: Outcome, statuses: Counter[int]) -> bool:
     return all(
         [
             h.verdict(total > 0, f"{total} decisions were made"),
-            h.verdict(
-                not outcome.unseen, f"{seen} of {total} have a sample, {outcome.between} of the ticks around theirs"
-            ),
+            h.verdict(not outcome.unseen, f"{seen} of {total} stand beside the state of their own tick"),
             h.verdict(not outcome.wrong, f"{len(outcome.wrong)} figures of {sum(outcome.compared.values())} differ"),
+            h.verdict(outcome.metrics > 0, f"{outcome.metrics} of them were compared with metrics of that tick"),
             h.verdict(not outcome.untold, f"{len(outcome.untold)} decisions are not told in full by explain"),
         ]
     )

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.config import ControlConfig
-from policies.control.signals import SignalBook, Traffic
+from policies.control.signals import ReplicaSignals, SignalBook, Signals, Traffic, Work
 from policies.control.windows import WINDOW_MS, WINDOW_REPORTS_MAX
 from policies.measures import ClassCounts, TenantCounts
-from policies.types import LATENCY_BOUNDS_MS, GatewayReport, Histogram, Priority, ReplicaReport
+from policies.types import LATENCY_BOUNDS_MS, GatewayReport, Histogram, Priority, ReplicaReport, ReplicaState
 from tests.examples import examples
 from tests.unit.control.fleet import gateway_report, replica_report
 
@@ -29,6 +29,9 @@ RATES = {
     "tasks_failed_ps": "tasks_failed",
 }  # fmt: skip
 
+CLASS_FIELDS = ("arrivals", "succeeded", "met", "refused", "failed", "abandoned", "late_ttft")
+TENANT_FIELDS = ("arrivals", "succeeded", "met", "refused", "tokens")
+
 Stream = list[tuple[int, ReplicaReport | GatewayReport]]
 """Accepted reports of one reporter with the time of their receipt, since its last new life."""
 
@@ -41,9 +44,13 @@ def histogram(rng: Random) -> Histogram:
 def a_replica(rng: Random, name: str, seq: int) -> ReplicaReport:
     counts = {key: rng.randrange(1_000) for key in ("prefill_tokens", "decode_tokens", "preemptions", "steps")}
     query = rng.randrange(1_000)
+    held = {key: rng.randrange(50) for key in ("running", "waiting", "http_inflight", "kv_tokens_used")}
     return replica_report(
         name, seq, window_ms=rng.uniform(500, 1_500), itl=histogram(rng), prefix_query_tokens=query,
-        prefix_hit_tokens=rng.randrange(query + 1), busy_share=rng.choice((None, rng.random())), **counts,
+        prefix_hit_tokens=rng.randrange(query + 1), busy_share=rng.choice((None, rng.random())),
+        kv_tokens_max=rng.choice((0, 1_000)), gpu_utilisation_share=rng.choice((None, rng.random())),
+        model="n" if name == "r0" and rng.random() < 0.1 else "m", **held, **counts,
+        state=rng.choice((ReplicaState.READY, ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.STUCK)),
     )  # fmt: skip
 
 
@@ -80,8 +87,7 @@ def window(stream: Stream, now_ns: int) -> list[ReplicaReport | GatewayReport]:
     return [r for at_ns, r in stream[-WINDOW_REPORTS_MAX:] if (now_ns - at_ns) / 1e6 <= WINDOW_MS]
 
 
-def check_replica(book: SignalBook, name: str, stream: Stream, now_ns: int) -> None:
-    (signals,) = [r for r in book.signals(now_ns).replicas if r.replica_id == name]
+def check_replica(signals: ReplicaSignals, stream: Stream, now_ns: int) -> None:
     reports = [r for r in window(stream, now_ns) if isinstance(r, ReplicaReport)]
     assert [s.value for s in signals.window] == reports
     assert signals.window_ms == pytest.approx(sum(r.window_ms for r in reports))
@@ -95,6 +101,51 @@ def check_replica(book: SignalBook, name: str, stream: Stream, now_ns: int) -> N
     assert signals.busy_share == (
         pytest.approx(sum(b * w for b, w in busy) / sum(w for _, w in busy)) if busy else None
     )
+    assert signals.age_ms == (now_ns - stream[-1][0]) / 1e6
+    assert signals.fresh is (signals.age_ms <= CONFIG.report_age_ms_max)
+
+
+def check_work(work: Work | None, fresh: Sequence[ReplicaSignals], unknown: int) -> None:
+    """The columns' sums against those over the replicas one by one: equal to the last digit, in whatever order."""
+    if not fresh:
+        assert work is None
+        return
+    assert work is not None
+    latest = [r.latest for r in fresh]
+    for figure in ("running", "waiting", "http_inflight", "kv_tokens_used", "kv_tokens_max"):
+        assert getattr(work, figure) == sum(getattr(report, figure) for report in latest), figure
+    for figure in ("prefill_tps", "decode_tps", "prefix_query_tokens", "prefix_hit_tokens", "preemptions"):
+        assert getattr(work, figure) == sum(getattr(r, figure) for r in fresh), figure
+    assert work.itl.counts == merged(r.itl for r in fresh).counts
+    assert work.itl.sum_ms == sum(r.itl.sum_ms for r in fresh)
+    shares = [r.kv_tokens_used / r.kv_tokens_max for r in latest if r.kv_tokens_max]
+    assert work.kv_share_max == max(shares, default=None)
+    assert work.busy_share == mean([r.busy_share for r in fresh])
+    assert work.gpu_utilisation_share == mean([r.gpu_utilisation_share for r in latest])
+    assert work.confidence == sum(r.confidence for r in fresh) / (len(fresh) + unknown)
+    assert work.age_ms == max(r.age_ms for r in fresh)
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
+
+
+def check_fleet(signals: Signals) -> None:
+    """What the fleet comes to, and each of its models."""
+    replicas, stays = signals.replicas, [r for r in signals.replicas if r.latest.state is not ReplicaState.DRAINING]
+    assert signals.ids == tuple(r.replica_id for r in replicas) == tuple(sorted(signals.ids))
+    assert signals.fresh == tuple(r for r in replicas if r.fresh)
+    assert signals.serving == tuple(r for r in replicas if r.serving)
+    assert signals.serving_ids == tuple(r.replica_id for r in replicas if r.serving)
+    assert signals.preempting == tuple(i for i, r in enumerate(replicas) if r.latest.preemptions)
+    assert signals.unknown_replicas == sum(not r.fresh for r in stays)
+    check_work(signals.work, signals.fresh, signals.unknown_replicas)
+    for name, model in signals.by_model.items():
+        own = [r for r in replicas if r.latest.model == name]
+        assert model.replicas == len(own)
+        silent = sum(not r.fresh for r in stays if r.latest.model == name)
+        check_work(model.work, [r for r in own if r.fresh], silent)
 
 
 def check_traffic(traffic: Traffic, streams: Sequence[Stream], now_ns: int) -> None:
@@ -117,8 +168,8 @@ def check_traffic(traffic: Traffic, streams: Sequence[Stream], now_ns: int) -> N
     same(traffic.itl, merged(r.itl for r in every))
     same(traffic.e2e, merged(r.e2e for r in every))
     same(traffic.ttft_error, merged(r.ttft_error_ms for r in every))
-    check_named(traffic.by_class, windows, lambda r: r.by_class)
-    check_named(traffic.by_tenant, windows, lambda r: r.by_tenant)
+    check_named(traffic.by_class, windows, lambda r: r.by_class, CLASS_FIELDS)
+    check_named(traffic.by_tenant, windows, lambda r: r.by_tenant, TENANT_FIELDS)
     assert traffic.demand_ps == pytest.approx(sum(c.demand_ps for c in traffic.by_class.values()))
 
 
@@ -126,6 +177,7 @@ def check_named(
     found: Mapping[str, Any],
     windows: Sequence[Sequence[GatewayReport]],
     of: Callable[[GatewayReport], Mapping[str, Any]],
+    fields: Sequence[str],
 ) -> None:
     """Rates by class or tenant; those without any count are left out."""
     expected: dict[str, list[float]] = {}
@@ -133,7 +185,7 @@ def check_named(
         seconds = sum(r.window_ms for r in reports) / 1000 or 1.0
         for report in reports:
             for name, counts in of(report).items():
-                row = [value / seconds for value in dataclasses.astuple(counts)]
+                row = [getattr(counts, field) / seconds for field in fields]
                 expected[name] = [a + b for a, b in zip(expected.get(name, [0.0] * len(row)), row, strict=True)]
     assert found.keys() == {name for name, row in expected.items() if any(row)}
     for name, rates in found.items():
@@ -145,10 +197,14 @@ def check_named(
 def test_kept_sums_are_those_of_the_window(seed: int, reporters: int) -> None:
     rng = Random(seed)
     book, now_ns = SignalBook(CONFIG), 0
+    earlier: tuple[ReplicaSignals, ...] = ()
+    ages: list[float] = []
     streams: dict[str, Stream] = {f"{kind}{i}": [] for kind in "rg" for i in range(reporters)}
     for _ in range(50):
-        now_ns += rng.choice((0, 200 * MS, 1_000 * MS, 1_000 * MS, 4_000 * MS, 14_000 * MS))
+        now_ns += rng.choice((0, 200 * MS, 1_000 * MS, 1_000 * MS, 1_000 * MS, 4_000 * MS, 14_000 * MS, 40_000 * MS))
         for name, stream in streams.items():
+            if rng.random() < 0.1:
+                continue
             last = stream[-1][1].seq if stream else 0
             seq = max(1, last + rng.choice((1, 1, 1, 3, 0, -5)))
             report: ReplicaReport | GatewayReport
@@ -162,9 +218,15 @@ def test_kept_sums_are_those_of_the_window(seed: int, reporters: int) -> None:
                 if seq <= last:
                     stream.clear()
                 stream.append((now_ns, report))
+        now_ns += rng.choice((0, 0, 300 * MS, 2_500 * MS, 11_700 * MS, 13_000 * MS))
         signals = book.signals(now_ns)
-        for replica_signals in signals.replicas:
-            check_replica(book, replica_signals.replica_id, streams[replica_signals.replica_id], now_ns)
+        assert [r.age_ms for r in earlier] == ages, "what a tick was told stays as it was"
+        earlier, ages = signals.replicas, [r.age_ms for r in signals.replicas]
+        for one in signals.replicas:
+            check_replica(one, streams[one.replica_id], now_ns)
+        check_fleet(signals)
+        again = book.signals(now_ns)
+        assert (again.replicas, again.work, again.by_model) == (signals.replicas, signals.work, signals.by_model)
         if signals.traffic is not None:
             fresh = [
                 s

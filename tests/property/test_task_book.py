@@ -96,6 +96,11 @@ class Tasks(RuleBasedStateMachine):
                     assert view.counts.calls == view.counts.calls_open + view.counts.succeeded + view.counts.failed
 
     @invariant()
+    def open_tasks_are_those_without_an_outcome(self) -> None:
+        views = [self.book.get(t, f"t{i}", self.now_ns) for t in ("a", "b", "c") for i in range(5)]
+        assert self.book.open_tasks == sum(view is not None and view.outcome is None for view in views)
+
+    @invariant()
     def each_task_is_counted_at_most_once(self) -> None:
         counted = sum(total.tasks for total in self.book.totals.values())
         assert self.begun - len(self.book) <= counted <= self.begun

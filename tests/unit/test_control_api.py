@@ -233,6 +233,18 @@ async def test_conditions_are_all_told_with_their_next_step(api: ControlApi, con
     assert all(row["next_step"] and row["begin"] and row["title"] for row in after)
 
 
+async def test_state_is_that_of_now_or_of_one_of_the_last_ticks(api: ControlApi, controller: Controller) -> None:
+    for _ in range(3):
+        controller.tick()
+    now = await api.read("/control/state", b"")
+    assert (now["tick"], "guard" in now) == (3, True)
+    assert [(await api.read("/control/state", b"tick=%d" % tick))["tick"] for tick in (1, 2, 3)] == [1, 2, 3]
+    for query, status, code in ((b"tick=4", 404, "tick_not_kept"), (b"tick=-1", 400, None)):
+        with pytest.raises(GatewayError) as caught:
+            await api.read("/control/state", query)
+        assert (caught.value.status, caught.value.code, caught.value.param) == (status, code, "tick")
+
+
 def write(controller: Controller, lever: str, target: str, at_ns: int) -> None:
     reason = Reason("R", "because")
     draft = Draft(lever=lever, target=target, before={"x": 1}, after={"x": 2}, reason=reason, inputs={})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments import control_view
-from deployments.controller import FAILED_TICKS_MAX, GATEWAYS_MAX, Controller, next_due_ns
+from deployments.controller import FAILED_TICKS_MAX, GATEWAYS_MAX, TICKS_KEPT, Controller, next_due_ns
 from policies.tasks import TaskCounts, TaskUse
 from policies.types import (
     Decision,
@@ -25,7 +25,6 @@ from policies.types import (
     Reason,
     ReplicaReport,
     ReplicaState,
-    Sampled,
     StepCoefficients,
 )
 
@@ -235,6 +234,26 @@ def test_state_of_a_controller_that_knows_nothing_has_the_same_keys() -> None:
     json.dumps(new.state(), allow_nan=False)
 
 
+def test_the_state_of_the_last_ticks_can_be_asked_for_and_does_not_change() -> None:
+    controller = _controller()
+    controller.fleet(FLEET)
+    for seq in range(1, TICKS_KEPT + 3):
+        controller.report_replica(_replica(seq=seq, running=seq))
+        controller.tick()
+    last = TICKS_KEPT + 2
+    assert [controller.state_at(tick) for tick in (0, 1, 2, last + 1)] == [None] * 4
+    states = [controller.state_at(tick) for tick in range(3, last + 1)]
+    assert [(s["tick"], s["plan"]["seq"], s["work"]["running"]) for s in states if s] == [
+        (tick, tick, tick) for tick in range(3, last + 1)
+    ]
+    for state in states:
+        json.dumps(state, allow_nan=False)
+        assert state is not None
+        assert state.keys() <= controller.state().keys()
+        assert state["epoch"] == controller.epoch
+        assert state["replicas"][0]["age_ms"] < 1_000
+
+
 def test_decisions_page_by_sequence_number_within_their_bound() -> None:
     controller = _controller(control={"decisions_max": 5})
     for seq in range(1, 9):
@@ -272,7 +291,7 @@ def test_a_decision_names_what_changed_or_that_nothing_did() -> None:
     assert control_view.in_words(hold) == "replicas of m: replicas_target stays 2; one is silent [HeldPartial]"
 
 
-def test_metrics_show_the_replica_and_drop_it_when_it_is_forgotten() -> None:
+def test_metrics_show_the_replica_and_drop_it_when_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = _controller()
     controller.report_replica(_replica())
     controller.report_replica(_replica())  # a duplicate counts once
@@ -286,8 +305,7 @@ def test_metrics_show_the_replica_and_drop_it_when_it_is_forgotten() -> None:
     assert samples["tidegate_replica_knob", (("knob", "step_tokens_max"), where)] == 512
     assert math.isnan(samples["tidegate_replica_gpu_utilisation_share", (where,)])
     assert samples["tidegate_replicas", (("state", "running"),)] == 1
-    reporter = controller._control.book._replicas._by_id["r1"]
-    reporter.last = Sampled(_replica(), controller._started_ns - 10**12)
+    monkeypatch.setattr("deployments.controller.now_ns", lambda: controller._started_ns + 10**12)
     controller.tick()
     assert 'replica="r1"' not in controller.metrics()
 
