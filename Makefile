@@ -82,4 +82,4 @@ install:
 	requirements/install.sh cpu
 
 dev:
-	requirements/install.sh cpu dev hosting
+	requirements/install.sh cpu dev hosting dashboards
