@@ -45,7 +45,7 @@ BURNS = (
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One alert. ``step``: what to do first, in one line; ``anchor``: the heading of :data:`RUNBOOKS` that says more."""
+    """One alert. ``step``: what to do first, in one line; ``anchor``: heading of :data:`RUNBOOKS` that says more."""
 
     name: str
     expr: str
@@ -138,7 +138,7 @@ def control_alerts() -> list[Alert]:
             "TidegateControllerAbsent",
             f"(max by (model) ({age}) > 60) or on () absent({select('control_plan_seq', narrowed=False)})",
             "page",
-            "No controller steers the fleet{{ with $labels.model }} of {{ . }}{{ end }}. Requests go on by local rules.",
+            "No controller steers the fleet{{ with $labels.model }} of {{ . }}{{ end }}. Requests go on without.",
             "Look for the controller's actor in Ray and for its last words in Serve's logs.",
             "the-controller-is-absent",
             "1m",
