@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dashboards.promql import select
+from dashboards.promql import bare
 
 RUNBOOKS = "dashboards/RUNBOOKS.md"
 MISSED_MIN = 5
@@ -72,7 +72,7 @@ def _record(name: str, expr: str, labels: Mapping[str, str] | None = None) -> di
 
 
 def _sum(name: str, function: str, window: str) -> str:
-    return f"sum by ({KEYS}) ({function}({select(name, narrowed=False)}[{window}]))"
+    return f"sum by ({KEYS}) ({function}({bare(name)}[{window}]))"
 
 
 def recordings() -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def recordings() -> list[dict[str, Any]]:
         for window in windows
     ]
     # The controller may be away: then the last budget it told counts.
-    budget = select("control_objective_budget_share", narrowed=False)
+    budget = bare("control_objective_budget_share")
     budgets = _record("tidegate:objective_budget:share", f"max by ({KEYS}) (last_over_time({budget}[1h]))")
     half = "(1 + tidegate:objective_budget:share) / 2"
     limits = [
@@ -125,18 +125,18 @@ def burn_alerts() -> list[Alert]:
 
 
 def _condition(name: str) -> str:
-    return f"max by (model) ({select('control_condition_active', narrowed=False, condition=name)}) == 1"
+    return f"max by (model) ({bare('control_condition_active', condition=name)}) == 1"
 
 
 def control_alerts() -> list[Alert]:
     """What people must know of the control plane, of replicas and of tenants."""
-    age = select("plan_age_seconds", narrowed=False)
-    frozen = select("control_holds", narrowed=False, kind="frozen")
-    used, budget = (select(f"tenant_budget{part}_usd", narrowed=False) for part in ("_used", ""))
+    age = bare("plan_age_seconds")
+    frozen = bare("control_holds", kind="frozen")
+    used, budget = (bare(f"tenant_budget{part}_usd") for part in ("_used", ""))
     return [
         Alert(
             "TidegateControllerAbsent",
-            f"(max by (model) ({age}) > 60) or on () absent({select('control_plan_seq', narrowed=False)})",
+            f"(max by (model) ({age}) > 60) or on () absent({bare('control_plan_seq')})",
             "page",
             "No controller steers the fleet{{ with $labels.model }} of {{ . }}{{ end }}. Requests go on without.",
             "Look for the controller's actor in Ray and for its last words in Serve's logs.",
@@ -172,7 +172,7 @@ def control_alerts() -> list[Alert]:
         ),
         Alert(
             "TidegateReplicaEjected",
-            f"max by (model) ({select('ejected_replicas', narrowed=False)}) > 0",
+            f"max by (model) ({bare('ejected_replicas')}) > 0",
             "ticket",
             "A gateway leaves {{ $value }} replicas of {{ $labels.model }} alone.",
             "Ask `conditions` which replica is slow or failing; look at its device and log.",

@@ -174,12 +174,18 @@ def with_value(values: Sequence[float]) -> int:
     return sum(not math.isnan(value) for value in values)
 
 
+def absence(name: str) -> str:
+    """Why a healthy system may have no value of a metric or recorded series; empty: it always has one."""
+    recorded = name.startswith("tidegate:objective_missed:")
+    return ABSENCES.get("objective_missed_total" if recorded else name.removeprefix(PREFIX), "")
+
+
 def judge(expression: Expression, series: int, has_data: Mapping[str, bool]) -> Answer:
     """The answer to an expression that gave ``series`` values; ``has_data``: of each metric it reads, alone."""
     if series:
         return Answer(expression, series)
     missing = [name for name in expression.metrics if not has_data[name]]
-    reasons = [ABSENCES.get(name.removeprefix(PREFIX), "") for name in missing]
+    reasons = [absence(name) for name in missing]
     if missing:
         return Answer(expression, 0, "; ".join(dict.fromkeys(reasons)) if all(reasons) else "")
     return Answer(expression, 0, "its metrics have values, none of them is one of these" if expression.filters else "")

@@ -21,17 +21,21 @@ STEP = "$__rate_interval"
 """Grafana's own: long enough for four scrapes."""
 
 
-def select(name: str, suffix: str = "", *, narrowed: bool = True, **matchers: str) -> str:
-    """The selector of ``tidegate_<name>``; a matcher's value that begins with ``~`` or ``!`` brings its operator."""
+def select(name: str, suffix: str = "", **matchers: str) -> str:
+    """The selector of ``tidegate_<name>`` on a board; a matcher that begins with ``~`` or ``!`` brings its operator."""
+    metric = CATALOGUE[PREFIX + name]
+    variables = {label: f"~${VARIABLES[label]}" for label in _narrowing(metric) if label not in matchers}
+    return bare(name, suffix, **matchers, **variables)
+
+
+def bare(name: str, suffix: str = "", **matchers: str) -> str:
+    """Likewise without variables: the selector of an alert."""
     metric = CATALOGUE[PREFIX + name]
     if bool(suffix) != (metric.kind is Kind.HISTOGRAM):
         raise ValueError(f"{metric.name} is a {metric.kind}: suffix {suffix!r} does not fit")
-    known = {*metric.labels, *TARGET_LABELS, *(["le"] if suffix == "_bucket" else [])}
-    if unknown := matchers.keys() - known:
+    if unknown := matchers.keys() - {*metric.labels, *TARGET_LABELS}:
         raise ValueError(f"{metric.name} has no label {sorted(unknown)}")
     parts = [_matcher(label, value) for label, value in matchers.items()]
-    if narrowed:
-        parts += [f'{label}=~"${VARIABLES[label]}"' for label in _narrowing(metric) if label not in matchers]
     return f"{metric.name}{suffix}{{{','.join(parts)}}}" if parts else metric.name + suffix
 
 

@@ -119,7 +119,7 @@ def test_a_name_or_label_that_nobody_exports_cannot_be_built() -> None:
 def test_a_selector_is_narrowed_by_the_variables_its_metric_has_labels_for() -> None:
     assert promql.select("tenant_met_share") == 'tidegate_tenant_met_share{tenant=~"$tenant",model=~"$model"}'
     assert promql.select("open_tasks") == 'tidegate_open_tasks{model=~"$model",instance=~"$instance"}'
-    assert promql.select("replicas", narrowed=False, state="!known") == 'tidegate_replicas{state!="known"}'
+    assert promql.bare("replicas", state="!known") == 'tidegate_replicas{state!="known"}'
     assert CATALOGUE["tidegate_open_tasks"].source is Source.GATEWAY
     assert promql.VARIABLES.keys() <= {*LABELS, *TARGET_LABELS}
 
