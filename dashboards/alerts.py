@@ -129,10 +129,9 @@ def _condition(name: str) -> str:
 
 
 def control_alerts() -> list[Alert]:
-    """What people must know of the control plane, of replicas and of tenants."""
+    """What people must know of the control plane."""
     age = bare("plan_age_seconds")
     frozen = bare("control_holds", kind="frozen")
-    used, budget = (bare(f"tenant_budget{part}_usd") for part in ("_used", ""))
     return [
         Alert(
             "TidegateControllerAbsent",
@@ -170,6 +169,13 @@ def control_alerts() -> list[Alert]:
             "a-scale-up-is-stuck",
             "2m",
         ),
+    ]
+
+
+def fleet_alerts() -> list[Alert]:
+    """What people must know of replicas, queues and tenants."""
+    used, budget = (bare(f"tenant_budget{part}_usd") for part in ("_used", ""))
+    return [
         Alert(
             "TidegateReplicaEjected",
             f"max by (model) ({bare('ejected_replicas')}) > 0",
@@ -202,7 +208,7 @@ def control_alerts() -> list[Alert]:
 
 def all_alerts() -> list[Alert]:
     """Every alert."""
-    return [*burn_alerts(), *control_alerts()]
+    return [*burn_alerts(), *control_alerts(), *fleet_alerts()]
 
 
 def groups() -> list[dict[str, Any]]:
@@ -210,7 +216,11 @@ def groups() -> list[dict[str, Any]]:
     return [
         {"name": "tidegate-budgets", "interval": "30s", "rules": recordings()},
         {"name": "tidegate-burn", "interval": "30s", "rules": [alert.rule() for alert in burn_alerts()]},
-        {"name": "tidegate-control", "interval": "15s", "rules": [alert.rule() for alert in control_alerts()]},
+        {
+            "name": "tidegate-control",
+            "interval": "15s",
+            "rules": [alert.rule() for alert in (*control_alerts(), *fleet_alerts())],
+        },
     ]
 
 
