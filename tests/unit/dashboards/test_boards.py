@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from dashboards.panels import TAG, VALUES, board, graph, query
 GRAFANA = Path(__file__).parents[3] / "dashboards/grafana"
 DOCUMENTS = all_boards()
 EXPRESSIONS = list(of_boards(DOCUMENTS.values()))
+PROMTOOL = shutil.which("promtool")
 GOOD = query(promql.rate("routed_total", ("reason",)))
 
 
@@ -98,6 +102,15 @@ def test_decisions_are_annotations_of_the_control_plane() -> None:
     (annotation,) = DOCUMENTS["tidegate-control"]["annotations"]["list"]
     assert "tidegate_control_decisions_total" in annotation["expr"]
     assert annotation["titleFormat"] == "{{lever}}: {{reason}}"
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: apt install prometheus)")
+def test_prometheus_can_parse_every_expression(tmp_path: Path) -> None:
+    rules = [{"record": f"x:{number}", "expr": e.concrete()} for number, e in enumerate(EXPRESSIONS)]
+    (tmp_path / "rules.yaml").write_text(json.dumps({"groups": [{"name": "all", "rules": rules}]}))
+    command = ["promtool", "check", "rules", str(tmp_path / "rules.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # --- the rules can fail -----------------------------------------------------------------------------------------------
