@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from string import ascii_uppercase
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -63,8 +64,8 @@ def graph(
         panel = panel.stacking(build_common.StackingConfig().mode(common.StackingMode.NORMAL))
     if most is not None:
         panel = panel.max(most)
-    for one in queries:
-        panel = panel.with_target(one)
+    for letter, one in zip(ascii_uppercase, queries, strict=False):
+        panel = panel.with_target(one.ref_id(letter))
     return panel
 
 
@@ -81,7 +82,7 @@ def number(title: str, meaning: str, unit: str, expr: str, good: tuple[float, fl
             model.Threshold(value=good[1], color="green"),
         ]
     panel = panel.thresholds(build.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
-    return panel.with_target(query(expr))
+    return panel.with_target(query(expr).ref_id("A"))
 
 
 def row(title: str) -> build.Row:
@@ -106,6 +107,8 @@ def board(uid: str, title: str, meaning: str, *parts: Part, decisions: bool = Fa
         if name in used or name == "model":
             made = made.with_variable(_variable(name))
     document = _plain(made)
+    for position, panel in enumerate(document["panels"], 1):
+        panel["id"] = position
     for annotation in document["annotations"].get("list", ()):
         # Grafana's builder has no place for these two.
         annotation |= {"titleFormat": "{{lever}}: {{reason}}", "step": "15s"}

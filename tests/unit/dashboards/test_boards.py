@@ -90,12 +90,16 @@ def test_all_variables_are_in_use_and_have_values_of_a_label_that_is_exported() 
 def test_a_panel_says_what_it_means_and_has_a_place(uid: str) -> None:
     places = []
     for panel in panels(DOCUMENTS[uid]):
+        letters = [target["refId"] for target in panel["targets"]]
+        assert letters == [*"ABCDEF"[: len(letters)]], "Grafana tells answers apart by them"
         assert panel["description"].endswith("."), panel["title"]
         place = panel["gridPos"]
         assert 0 < place["w"] + place["x"] <= 24, panel["title"]
         places.append((place["x"], place["y"]))
         assert panel["datasource"]["uid"] == "${datasource}"
     assert len(set(places)) == len(places)
+    ids = [panel["id"] for panel in DOCUMENTS[uid]["panels"]]
+    assert len(set(ids)) == len(ids)
 
 
 def test_decisions_are_annotations_of_the_control_plane() -> None:
