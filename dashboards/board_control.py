@@ -139,6 +139,12 @@ def _knobs() -> tuple[Part, ...]:
             query(worst("replica_knob", ("replica", "knob")), "{{knob}}: {{replica}}"),
         ),
         graph(
+            "Plans",
+            "Number of the last plan; begins again at 1 with each life of the controller.",
+            "short",
+            query(worst("control_plan_seq"), "last plan"),
+        ),
+        graph(
             "Lines written",
             "Of ledger and recording; dropped ones are lost.",
             "short",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dashboards.panels import Part, board, graph, number, query, row
-from dashboards.promql import quantile, rate, select, total, worst
+from dashboards.promql import quantile, rate, total, worst
 
 
 def burn() -> str:
@@ -148,7 +148,6 @@ def _who_answers() -> tuple[Part, ...]:
             "About one a second in all; failed ticks change nothing, and ten in a row end the controller.",
             "short",
             query(rate("control_ticks_total", ("result",)), "{{result}}"),
-            query(select("control_plan_seq"), "number of the last plan"),
         ),
     )
 
