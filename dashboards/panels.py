@@ -51,11 +51,10 @@ def graph(
     unit: str,
     *queries: prometheus.Dataquery,
     stacked: bool = False,
-    width: int = 12,
     most: float | None = None,
 ) -> timeseries.Panel:
-    """Lines over time. ``unit``: Grafana's id of one. ``width``: of 24 columns. ``most``: end of the axis."""
-    panel = timeseries.Panel().title(title).description(meaning).unit(unit).datasource(SOURCE).span(width).height(8)
+    """Lines over time. ``unit``: Grafana's id of one. ``most``: end of the axis."""
+    panel = timeseries.Panel().title(title).description(meaning).unit(unit).datasource(SOURCE).span(12).height(8)
     panel = panel.min(0).line_width(1).fill_opacity(25 if stacked else 5).show_points(common.VisibilityMode.NEVER)
     legend = build_common.VizLegendOptions().display_mode(common.LegendDisplayMode.TABLE).show_legend(True)
     panel = panel.legend(legend.placement(common.LegendPlacement.BOTTOM).calcs(["mean", "max"]))
