@@ -71,9 +71,19 @@ LABELS: Mapping[str, Label] = MappingProxyType(
             Label("result", 4, "ok or failed; of lines and spans also dropped, of objectives refused."),
             Label("ending", 4, "How a task ended: success, failure, stopped (at a limit), unknown (nobody told)."),
             Label("priority", 3, "Class of a request: interactive, standard or batch."),
+            Label("objective", 4, "What was promised: ttft, itl, e2e or availability."),
         )
     }
 )
+
+TARGET_LABELS: Mapping[str, str] = MappingProxyType(
+    {
+        "job": "tidegate-gateway or tidegate-controller, see dashboards/prometheus/prometheus.yml.",
+        "instance": "Address that was scraped: one of each gateway.",
+        "model": "Model that the application serves.",
+    }
+)
+"""Labels that no process sets: Prometheus adds them to whatever it scrapes, from its own configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +157,10 @@ _GATEWAY_METRICS: tuple[Metric, ...] = (
         "requests_total", _COUNTER, "Requests that ended, each once, by outcome.", "endpoint", "outcome", "reason"
     ),
     _gateway("met_requests_total", _COUNTER, "Requests that kept the promises of their class.", "priority"),
+    _gateway(
+        "objective_requests_total", _COUNTER, "Requests of which one promise was judged.", "priority", "objective"
+    ),
+    _gateway("objective_missed_total", _COUNTER, "Those that broke this promise.", "priority", "objective"),
     _gateway(
         "ttft_seconds",
         _HISTOGRAM,
@@ -266,8 +280,19 @@ _CONTROL_METRICS: tuple[Metric, ...] = (
     _control("control_holds", _GAUGE, "Knobs and levers that the guard rails hold.", "kind"),
     _control("control_met_share", _GAUGE, "Demand of the last tick served within its objectives.", unit="share"),
     _control("control_successes_per_usd", _GAUGE, "Tasks, or requests within objectives, per dollar.", unit="usd"),
+    _control("control_usd_per_hour", _GAUGE, "Price of all replicas that run; 1 each where none is configured."),
+    _control("control_predicted_met_share", _GAUGE, "Predicted by the decision judged last.", "lever", unit="share"),
+    _control("control_realised_met_share", _GAUGE, "Measured after the decision judged last.", "lever", unit="share"),
     _control("control_objective_ttft_seconds", _GAUGE, "TTFT promised to a class.", "priority", unit="seconds"),
     _control("control_objective_itl_seconds", _GAUGE, "Token gap promised to a class.", "priority", unit="seconds"),
+    _control(
+        "control_objective_budget_share",
+        _GAUGE,
+        "Share of a class's requests that may break a promise.",
+        "priority",
+        "objective",
+        unit="share",
+    ),
     _control("control_plan_seq", _GAUGE, "Sequence number of the last plan of this controller's life."),
     _control("control_decisions_total", _COUNTER, "Entries written to the ledger.", "lever", "reason", "acted"),
     _control("control_condition_active", _GAUGE, "1 while a named condition holds.", "condition"),

@@ -1,4 +1,4 @@
-"""``python -m deployments.cli``: up, down, model, doctor, keys, control plane, simulator. A failure is one line."""
+"""``python -m deployments.cli``: up, down, model, doctor, keys, control, boards, simulator. A failure is one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from deployments import control_commands, key_commands, launch, model, status_commands
+from deployments import control_commands, dashboard_commands, key_commands, launch, model, status_commands
 from deployments.cluster import Ports, ServeApi
 from deployments.model import ModelError
 from deployments.preflight import Level
@@ -141,6 +141,7 @@ commands.register(cli)
 key_commands.register(cli)
 control_commands.register(cli)
 status_commands.register(cli)
+dashboard_commands.register(cli)
 
 if __name__ == "__main__":
     cli()

@@ -15,6 +15,7 @@ from typing import Any
 from autoscaling.simulator.recorded import DecisionLine
 from deployments.telemetry import Telemetry
 from policies.config import PolicyConfig
+from policies.control.burn import budgets
 from policies.control.catalogue import SPECS, ConditionSpec
 from policies.control.findings import Condition
 from policies.control.guarded import GuardStatus, Held
@@ -278,8 +279,12 @@ def update_telemetry(telemetry: Telemetry, result: TickResult) -> None:
         )
     for decision in result.judged:
         telemetry["tidegate_control_verdicts_total"].inc(lever=decision.lever, verdict=decision.verdict.value)
+        predicted, realised = decision.predicted.get("met_share"), decision.realised.get("met_share")
+        telemetry["tidegate_control_predicted_met_share"].set(predicted, lever=decision.lever)
+        telemetry["tidegate_control_realised_met_share"].set(realised, lever=decision.lever)
     telemetry["tidegate_control_met_share"].set(result.objective.met_share)
     telemetry["tidegate_control_successes_per_usd"].set(result.objective.successes_per_usd)
+    telemetry["tidegate_control_usd_per_hour"].set(result.objective.usd_per_hour)
     telemetry["tidegate_control_overrides"].set(len(plan.overrides))
     _conditions(telemetry, result)
     reporters, ages = telemetry["tidegate_control_reporters"], telemetry["tidegate_control_signal_age_seconds"]
@@ -305,6 +310,10 @@ def show_objectives(telemetry: Telemetry, config: PolicyConfig, model: str) -> N
         objectives = objectives_for(config, model, priority)
         telemetry["tidegate_control_objective_ttft_seconds"].set(objectives.ttft_ms / 1_000, priority=priority.value)
         telemetry["tidegate_control_objective_itl_seconds"].set(objectives.itl_ms / 1_000, priority=priority.value)
+        for objective, budget in budgets(objectives).items():
+            telemetry["tidegate_control_objective_budget_share"].set(
+                budget, priority=priority.value, objective=objective
+            )
 
 
 def show_guard(telemetry: Telemetry, status: GuardStatus) -> None:

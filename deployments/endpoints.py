@@ -108,6 +108,7 @@ OWN: Mapping[str, str] = MappingProxyType(
         "/metrics": "Prometheus text of this gateway",
         "/v1/models": "the models that may be asked for",
         "/openapi.json": "this interface, as OpenAPI describes it",
+        "/control/metrics": "Prometheus text of the controller, whichever gateway is asked",
         "/control/state": "signals, conditions and plan of the controller",
         "/control/decisions": "the controller's ledger",
         "/control/conditions": "every named condition, with figures and the next step",
@@ -186,7 +187,7 @@ def scope_needed(path: str, method: str) -> str | None:
     """The scope a key must have for ``path``; ``None``: any valid key. What is not named here is part of the API."""
     if path in _ANY_KEY:
         return None
-    if path == "/metrics":
+    if path in {"/metrics", "/control/metrics"}:
         return METRICS
     if path == "/control" or path.startswith("/control/"):
         return CONTROL_READ if method in _READS else CONTROL_WRITE

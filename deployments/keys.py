@@ -28,7 +28,8 @@ METRICS = "metrics"
 CONTROL_READ = "control:read"
 CONTROL_WRITE = "control:write"
 SCOPES = (INFERENCE, METRICS, CONTROL_READ, CONTROL_WRITE)
-"""What a key may be for: the API; ``/metrics``; ``/control`` by GET; ``/control`` by anything else."""
+"""What a key may be for: the API; ``/metrics`` and ``/control/metrics``; what else is below ``/control``, by GET; by
+other methods."""
 
 KEY_BYTES_MAX = 256
 """A longer key is not looked at."""

@@ -17,9 +17,11 @@ from deployments.tenant_link import TenantMeter
 from policies.admission.tenants import TenantBook
 from policies.attainment import AttainmentMeter, Ending, ObjectivesOf
 from policies.config import ObjectivesConfig
+from policies.control.burn import judged
 from policies.endings import is_demand
 from policies.events import Finish, Outcome, RefusalKind, Usage
 from policies.histogram import Buckets
+from policies.measures import ClassCounts
 from policies.steering import Override
 from policies.tasks import TaskEnd, TaskEnding
 from policies.types import GatewayReport, Histogram, Priority, ReplicaId, Request, RouteChoice
@@ -195,6 +197,7 @@ class Meter:
         """Close the window and open the next."""
         self.fold()
         at_ns, window, attained = now_ns(), self._window, self._attainment.take()
+        self._judged(attained.by_class)
         self._window = Window(at_ns)
         self._seq += 1
         return GatewayReport(
@@ -228,6 +231,14 @@ class Meter:
             ejected=ejected or {},
             overrides=overrides,
         )
+
+    def _judged(self, by_class: Mapping[str, ClassCounts]) -> None:
+        """Count promises that were judged and broken, for the burn of error budgets over hours and days."""
+        for priority, counts in by_class.items():
+            for objective, (missed, counted) in judged(counts).items():
+                labels = {"priority": priority, "objective": objective}
+                self.telemetry["tidegate_objective_requests_total"].inc(counted, **labels)
+                self.telemetry["tidegate_objective_missed_total"].inc(missed, **labels)
 
     def fold(self) -> None:
         """Move what was counted per value into the window; gaps between chunks also into the totals."""

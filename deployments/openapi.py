@@ -31,7 +31,7 @@ from policies.steering import Lever
 OPENAPI_VERSION = "3.1.0"
 VERSION = "0.1.0"
 """Of this product, as pyproject.toml has it."""
-TEXT_ANSWERS = frozenset({"/metrics"})
+TEXT_ANSWERS = frozenset({"/metrics", "/control/metrics"})
 """Own endpoints that answer with plain text; ``/health`` has no body, all others are JSON."""
 HTML_ANSWERS = frozenset({PAGE})
 EMPTY_ANSWERS = frozenset({"/health"})

@@ -51,6 +51,8 @@ class OwnAnswers:
         if path == "/control/state":
             state = await self._control.read(path, query)
             return _json({**state, "objectives_refused": self._core.objectives.refused})
+        if path == "/control/metrics":
+            return Answer((await self._controller.ask("metrics")).encode(), content_type=CONTENT_TYPE)
         if path == "/control/tasks":
             return _json(task_api.summary(self._core.policies.flow_context.tasks, now_ns()))
         if path == "/control/overview":

@@ -428,6 +428,12 @@ def api_key() -> str | None:
     return os.environ.get("TIDEGATE_API_KEY", "").strip() or None
 
 
+def grafana_access() -> tuple[str | None, str | None]:
+    """Return address and token of the Grafana that boards are published to: ``GRAFANA_URL``, ``GRAFANA_TOKEN``."""
+    url, token = (os.environ.get(name, "").strip() or None for name in ("GRAFANA_URL", "GRAFANA_TOKEN"))
+    return url, token
+
+
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment with ``extra`` on top, for a child process."""
     return {**os.environ, **extra}

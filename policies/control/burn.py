@@ -117,11 +117,11 @@ class BurnMeter:
         """Other objectives from now on; what was counted under the old ones stays."""
         self._config = config
         self._of_model = config.objectives
-        budgets = {ALL: _budgets(config.objectives)}
+        of_class = {ALL: budgets(config.objectives)}
         for priority in Priority:
             # Settings have put the model's own objectives in; so the name of the model does not matter here.
-            budgets[priority.value] = _budgets(objectives_for(config, "", priority))
-        self._budgets = tuple(budgets[name][objective] for name in CLASSES for objective in OBJECTIVES)
+            of_class[priority.value] = budgets(objectives_for(config, "", priority))
+        self._budgets = tuple(of_class[name][objective] for name in CLASSES for objective in OBJECTIVES)
 
     def receive(self, report: GatewayReport) -> None:
         """Count one gateway's window."""
@@ -135,11 +135,8 @@ class BurnMeter:
             self._count_unclassed(report)
 
     def _count_class(self, name: str, c: ClassCounts) -> None:
-        turned_away = c.refused + c.abandoned
-        self._count(name, 0, c.late_ttft + turned_away, c.succeeded + turned_away)
-        self._count(name, 1, c.late_itl, c.succeeded)
-        self._count(name, 2, c.late_e2e, c.succeeded)
-        self._count(name, 3, c.failed, c.succeeded + c.failed)
+        for objective, (missed, counted) in enumerate(judged(c).values()):
+            self._count(name, objective, missed, counted)
 
     def _count_unclassed(self, report: GatewayReport) -> None:
         objectives = self._of_model
@@ -190,7 +187,19 @@ def above(histogram: Histogram, limit_ms: float) -> float:
     return sum(counts[i + 1 :]) + counts[i] * (high - limit_ms) / (high - low)
 
 
-def _budgets(objectives: ObjectivesConfig) -> Mapping[str, float]:
+def judged(c: ClassCounts) -> Mapping[str, tuple[int, int]]:
+    """Requests that missed an objective and those it was judged of, by its name, in the order of :data:`OBJECTIVES`."""
+    turned_away = c.refused + c.abandoned
+    return {
+        "ttft": (c.late_ttft + turned_away, c.succeeded + turned_away),
+        "itl": (c.late_itl, c.succeeded),
+        "e2e": (c.late_e2e, c.succeeded),
+        "availability": (c.failed, c.succeeded + c.failed),
+    }
+
+
+def budgets(objectives: ObjectivesConfig) -> Mapping[str, float]:
+    """Share of requests that may miss each objective."""
     late = 1 - objectives.quantile
     return {"ttft": late, "itl": late, "e2e": late, "availability": 1 - objectives.availability}
 

@@ -255,7 +255,7 @@ def test_a_key_in_a_query_a_cookie_or_a_body_is_no_key(running: Running) -> None
 
 def test_each_scope_opens_its_own_routes_and_no_others(running: Running) -> None:
     needs = {
-        "inference": ("/v1/models", f"{MODEL_PREFIX}{MODEL}"), "metrics": ("/metrics",),
+        "inference": ("/v1/models", f"{MODEL_PREFIX}{MODEL}"), "metrics": ("/metrics", "/control/metrics"),
         "control:read": ("/control/state", "/control/decisions", "/control/tenants"), "control:write": (),
     }  # fmt: skip
     for scope in SCOPES:

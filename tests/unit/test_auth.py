@@ -141,7 +141,8 @@ def test_why_a_key_is_no_longer_valid_is_told_to_its_holder_only(tmp_path: Path)
     [
         *((path, "POST", "inference") for path in RELAYED),
         ("/v1/models", "GET", "inference"), ("/v1/models/x", "GET", "inference"), ("/v1/tasks/x", "GET", "inference"),
-        ("/metrics", "GET", "metrics"), ("/health", "GET", None), ("/openapi.json", "GET", None),
+        ("/metrics", "GET", "metrics"), ("/control/metrics", "GET", "metrics"),
+        ("/health", "GET", None), ("/openapi.json", "GET", None),
         ("/control/state", "GET", "control:read"), ("/control/state", "HEAD", "control:read"),
         ("/control/state", "OPTIONS", "control:read"), ("/control/anything", "POST", "control:write"),
         ("/control/anything", "DELETE", "control:write"), ("/control", "PUT", "control:write"),

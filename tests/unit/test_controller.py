@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deployments import control_view
 from deployments.controller import FAILED_TICKS_MAX, GATEWAYS_MAX, TICKS_KEPT, Controller, next_due_ns
+from policies.steering import Verdict
 from policies.tasks import TaskCounts, TaskUse
 from policies.types import (
     Decision,
@@ -333,3 +335,18 @@ def test_gateways_hear_of_each_others_tasks_through_the_controller() -> None:
     second = controller.exchange_tasks("g2", "", 0, [])
     assert [(u.task, u.counts.calls, u.counts.tokens) for u in second.uses] == [("t", 2, 50)]
     assert controller.exchange_tasks("g2", second.epoch, second.seq, []).uses == ()
+
+
+def test_what_a_decision_promised_stands_beside_what_it_did_once_it_is_judged() -> None:
+    controller = _controller()
+    controller.tick()
+    result = controller._last
+    assert result is not None
+    decision = Decision(
+        1, 1, "batch", "r1", {}, {}, acted=True, reason=Reason("WithinItl", ""), inputs={},
+        predicted={"met_share": 0.95}, realised={"met_share": 0.8}, verdict=Verdict.WORSE,
+    )  # fmt: skip
+    control_view.update_telemetry(controller._telemetry, replace(result, judged=(decision,)))
+    samples = _samples(controller)
+    assert samples["tidegate_control_predicted_met_share", (("lever", "batch"),)] == 0.95
+    assert samples["tidegate_control_realised_met_share", (("lever", "batch"),)] == 0.8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -105,6 +106,8 @@ def test_the_controller_steers_by_them_and_refuses_what_contradicts_itself() -> 
     text = controller.metrics()
     assert 'tidegate_control_objective_ttft_seconds{priority="interactive"} 0.4' in text
     assert 'tidegate_control_objective_ttft_seconds{priority="batch"} 5.0' in text
+    assert re.search(r'budget_share{objective="ttft",priority="batch"} 0\.05', text)
+    assert re.search(r'budget_share{objective="availability",priority="batch"} 0\.01', text)
     refused = desk.set_objectives(BROKEN, "g1")
     assert isinstance(refused, Refused)
     assert "e2e_ms" in refused.message

@@ -140,7 +140,12 @@ def test_a_report_says_who_kept_promises_by_class_and_tenant() -> None:
     assert report.repeats == 1
     assert (report.ejected, report.overrides[0].id) == ({"r1": "grey_ttft"}, "o")
     assert meter.report(0, 0, None).by_class == {}
-    assert 'tidegate_met_requests_total{priority="batch"} 1.0' in meter.telemetry.render().decode()
+    text = meter.telemetry.render().decode()
+    assert 'tidegate_met_requests_total{priority="batch"} 1.0' in text
+    for objective, missed, judged in (("ttft", 2, 2), ("itl", 1, 1), ("e2e", 0, 1), ("availability", 1, 2)):
+        labels = f'{{objective="{objective}",priority="standard"}}'
+        assert f"tidegate_objective_missed_total{labels} {missed}.0" in text
+        assert f"tidegate_objective_requests_total{labels} {judged}.0" in text
 
 
 def test_extra_attempts_are_counted_when_they_begin_and_draining_is_none() -> None:

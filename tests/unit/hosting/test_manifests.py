@@ -172,7 +172,7 @@ def test_the_guard_names_the_ports_and_labels_that_pods_have() -> None:
     policy = documents["NetworkPolicy/tidegate"]["spec"]
     assert all(policy["podSelector"]["matchLabels"].items() <= found.items() for found in labels)
     opened = {port["port"] for rule in policy["ingress"] for port in rule.get("ports", [])}
-    assert opened == {8000, 8265, 52365, 8080, 9101}
+    assert opened == {8000, 8265, 52365, 8080, 9101, 30000}
     workers = documents["PodDisruptionBudget/tidegate-workers"]["spec"]["selector"]["matchLabels"]
     assert sum(workers.items() <= found.items() for found in labels) == len(SERVICES)
 
