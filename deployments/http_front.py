@@ -26,6 +26,7 @@ from deployments.endpoints import RELAYED, Dialect, allowed_methods, label_of, s
 from deployments.errors import GatewayError, error_answer, error_event
 from deployments.http_bounds import CONNECTION_KEY
 from deployments.ids import clean_client_id, new_request_id
+from deployments.keep_alive import HeldSink
 from deployments.own_answers import Answer, OwnAnswers
 from deployments.request_log import RequestRecord
 from deployments.serve_internals import FixedHeadersMessage
@@ -133,7 +134,9 @@ class HttpFront:
                 body = await self._read_body(headers, receive, self._body_bytes_max, record)
                 inbound = self._core.parse(body, endpoint, arrival_ns, request_id, principal, headers)
                 inbound.record.client_id = clean_client_id(_client_id(scope, headers))
-                await _run(RequestDriver(self._core, inbound, sink), scope, receive, sink)
+                held = inbound.request.stream and self._core.policies.flow_context.admission.is_cold(arrival_ns)
+                client = HeldSink(sink, request_id) if held else sink
+                await _run(RequestDriver(self._core, inbound, client), scope, receive, sink)
             elif method in {"POST", "DELETE"}:
                 body = await self._read_body(headers, receive, OWN_BODY_BYTES_MAX, record)
                 await _send_answer(send, await self._own.take(method, path, body, principal), request_id)

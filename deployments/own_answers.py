@@ -82,8 +82,12 @@ class OwnAnswers:
         return answer()
 
     def health(self) -> Answer:
-        """200 with an empty body when a replica is ready, as engines answer; else 503."""
-        if self._core.replicas_ready:
+        """200 with an empty body when a replica is ready, as engines answer, or would be started; else 503."""
+        admission = self._core.policies.flow_context.admission
+        why = admission.cannot_start(now_ns())
+        if why is not None:
+            raise GatewayError(503, "server_error", "model_cannot_start", f"The model cannot start: {why}.", None, 1.0)
+        if self._core.replicas_ready or admission.sleeps(now_ns()):
             return Answer(b"")
         raise GatewayError(503, "server_error", "no_replica", "No replica is ready.", None, 1.0)
 

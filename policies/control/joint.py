@@ -131,6 +131,10 @@ class ReplicaCount:
         signals = view.signals
         low, high = _bounds(self._config.replicas_min, self._config.replicas_max, signals)
         self._follow(signals, model, now_ns)
+        if advice.cold is not None:
+            self._needs.clear()
+            self._short_since_ns = None
+            return Count(advice.replicas, advice.reason)
         adopted = any(stage.code == "Adopted" for stage in advice.stages)
         need = model.least(low, high) if target is not None and not signals.blind else None
         margin = model.load.times(DOWN_MARGIN) if model.load is not None else None
@@ -294,6 +298,7 @@ def cold_start_ms(signals: Signals) -> float:
 def _bounds(low: int, high: int, signals: Signals) -> tuple[int, int]:
     if signals.fleet is not None:
         low, high = max(low, signals.fleet.replicas_min), min(high, signals.fleet.replicas_max)
+    low = max(1, low)
     return low, max(low, high)
 
 
@@ -462,5 +467,5 @@ class Joint:
         predicted = count.predicted.figures() if count.predicted is not None else {}
         return Move(
             Lever.REPLICAS, model_name, {TARGET: before}, {TARGET: count.target}, count.reason, inputs, predicted,
-            alternatives=count.alternatives,
+            urgent=0 in (before, count.target), alternatives=count.alternatives,
         )  # fmt: skip

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from policies.config import ControlConfig
+from policies.control.starts import Start, StartBook, Starts
 from policies.control.traffic import (
     ClassTraffic,
     GatewaySignals,
@@ -37,6 +38,7 @@ from policies.control.traffic import (
     traffic,
 )
 from policies.control.windows import Ahead, Figures, Reporter, Reporters, whole_ns
+from policies.measures import StartReport
 from policies.roofline import Bound, Load, Utilisation, utilisation
 from policies.types import (
     FleetView,
@@ -188,6 +190,8 @@ class Signals:
     gateways: tuple[GatewaySignals, ...] = ()
     """Every known gateway, sorted by id, the silent ones included."""
     by_model: Mapping[str, ModelSignals] = field(default_factory=dict)
+    starts: Starts = field(default_factory=Starts)
+    """Replicas that start, and starts that ended."""
     _chosen: dict[str, tuple[ReplicaSignals, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -225,6 +229,7 @@ class SignalBook:
         self._replicas: Reporters[ReplicaReport] = Reporters(REPLICAS_MAX, config, _replica_figures)
         self._gateways: Reporters[GatewayReport] = Reporters(GATEWAYS_MAX, config, gateway_figures, tenant_rows)
         self._fleet: Sampled[FleetView] | None = None
+        self._starts = StartBook()
         self._made: dict[ReplicaId, tuple[Ahead[ReplicaReport], ReplicaSignals]] = {}
         """What reports since the last tick come to at the next one, if that comes when it should."""
         self._tick_ns = self._period_ns = 0
@@ -252,6 +257,11 @@ class SignalBook:
     def receive_fleet(self, view: FleetView, now_ns: int) -> None:
         """Keep Serve's latest word on the fleet."""
         self._fleet = Sampled(view, now_ns)
+        self._starts.receive_fleet(view, now_ns)
+
+    def receive_start(self, report: StartReport, now_ns: int) -> Start | None:
+        """Keep what a replica says of its start; the start, where a phase of it is over that can be counted."""
+        return self._starts.receive(report, now_ns)
 
     def signals(self, now_ns: int) -> Signals:
         """Everything known at ``now_ns``; reporters silent for too long are forgotten."""
@@ -278,6 +288,7 @@ class SignalBook:
             unknown_replicas=unknown,
             gateways=tuple([GatewaySignals(g.latest, g.age_ms, g.fresh, g.confidence) for g in windows]),
             by_model={of_all.model: of_all} if len(models) == 1 else _by_model(models, replicas, windows),
+            starts=self._starts.step(now_ns),
         )
 
 

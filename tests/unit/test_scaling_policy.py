@@ -19,6 +19,7 @@ from deployments.control_view import wire_plan
 from deployments.scaling import (
     INFLIGHT_METRIC,
     REPLICA_PREFIX,
+    WAKE_AFTER_S,
     FollowedPlan,
     PlanFollowingPolicy,
     RoomWatch,
@@ -255,6 +256,17 @@ def test_what_ray_does_not_tell_is_no_shortage_of_room() -> None:
     assert _policy()._unschedulable(missing, "app", "Engine") == 0
 
 
+def test_without_a_plan_for_long_a_model_that_sleeps_is_woken_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, ctx = _policy(), _ctx(running=0, target=0)
+    ctx.capacity_adjusted_min_replicas = 0
+    start_ns = now_ns()
+    for after_s, answer in ((0, 0), (WAKE_AFTER_S - 1, 0), (WAKE_AFTER_S + 1, 1)):
+        monkeypatch.setattr("time.monotonic_ns", lambda at=start_ns + int(after_s * S_NS): at)
+        assert policy(ctx)[0] == answer
+    policy.receive(_plan(target=0), start_ns + int((WAKE_AFTER_S + 1) * S_NS))
+    assert policy(ctx)[0] == 0
+
+
 # --- configuration ----------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +276,11 @@ def test_serve_accepts_the_configuration_and_neither_delays_nor_scales() -> None
     assert (config.upscale_delay_s, config.downscale_delay_s) == (0, 0)
     assert (config.get_upscaling_factor(), config.get_downscaling_factor()) == (1, 1)
     assert config.policy.policy_kwargs["inflight_target"] == 3
+
+
+def test_a_model_that_may_sleep_starts_once_with_its_deployment() -> None:
+    config = _config(scaling={"replicas_min": 0})
+    assert (config.min_replicas, config.initial_replicas) == (0, 1)
 
 
 @pytest.mark.parametrize(
