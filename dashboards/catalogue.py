@@ -70,6 +70,7 @@ LABELS: Mapping[str, Label] = MappingProxyType(
             Label("bound", 3, "What limits a replica's steps: compute, memory, overhead."),
             Label("result", 4, "ok or failed; of lines and spans also dropped, of objectives refused."),
             Label("ending", 4, "How a task ended: success, failure, stopped (at a limit), unknown (nobody told)."),
+            Label("phase", 6, "Of a replica's start: schedule, process, load, compile, open, first_token."),
             Label("priority", 3, "Class of a request: interactive, standard or batch."),
         )
     }
@@ -296,6 +297,13 @@ _CONTROL_METRICS: tuple[Metric, ...] = (
     ),
     _control("control_affinity_strength_share", _GAUGE, "Prefix-affinity strength of the plan.", unit="share"),
     _control("replicas", _GAUGE, "Engine replicas.", "state"),
+    _control(
+        "replica_start_seconds",
+        _HISTOGRAM,
+        "Phases of starts whose port opened; first_token waits for the first request.",
+        "phase",
+        unit="seconds",
+    ),
     _control("replica_running_seqs", _GAUGE, "Sequences in the batch.", "replica", unit="seqs"),
     _control("replica_waiting_seqs", _GAUGE, "Sequences that wait in the engine.", "replica", unit="seqs"),
     _control("replica_kv_used_share", _GAUGE, "KV cache in use.", "replica", unit="share"),

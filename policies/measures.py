@@ -18,15 +18,13 @@ class StartPhase(StrEnum):
     PROCESS = "process"
     """From its process to its engine's construction: the interpreter, and what is imported first."""
     LOAD = "load"
-    """The engine's own start: its imports, the weights, the KV cache."""
+    """The engine's own start but for compiling: its imports, the weights, the KV cache, its warm-up steps."""
     COMPILE = "compile"
-    """Of that, what the engine says it spent on compiling; empty for those that run eagerly."""
-    WARM_UP = "warm_up"
-    """Of that, what the engine says it spent on its first, unused steps."""
+    """Of the engine's own start: what it says it spent on compiling; absent where it runs eagerly."""
     OPEN = "open"
     """From the engine's readiness to the port that takes requests."""
     FIRST_TOKEN = "first_token"  # noqa: S105 - a phase, no secret
-    """From the open port to the first token; waits for the first request."""
+    """From the open port to the first byte of an answer; waits for the first request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class StartReport:
     phase: StartPhase
     """Under way; :attr:`StartPhase.FIRST_TOKEN` once the port is open."""
     age_ms: float
-    """Since its process began."""
+    """Since its process began; stands still once its port is open."""
     phases_ms: Mapping[StartPhase, float] = field(default_factory=dict)
     """Phases that are over."""
     failed: str = ""

@@ -53,6 +53,9 @@ start is there with even odds when another one is over."""
 COLD_START_MS = 60_000.0
 """Cold start where no replica has told one."""
 
+STARTS_COUNTED = 9
+"""Ended starts that the expected one is taken from."""
+
 DOWN_S = 20.0
 """Time for which fewer replicas must have been enough, if ``scaling.down_window_s`` is not shorter; doubled up to that
 each time going down proved wrong."""
@@ -290,8 +293,11 @@ class ReplicaCount:
 
 
 def cold_start_ms(signals: Signals) -> float:
-    """Median of the cold starts that replicas told, else :data:`COLD_START_MS`."""
-    known = sorted(r.latest.cold_start_ms for r in signals.fresh if r.latest.cold_start_ms)
+    """Median of the last starts from the wish for them, else of the cold starts that replicas told of their processes,
+    else :data:`COLD_START_MS`.
+    """
+    known = sorted([start.total_ms for start in signals.starts.ended[-STARTS_COUNTED:] if start.age_ms > 0])
+    known = known or sorted([ms for r in signals.fresh if (ms := r.latest.cold_start_ms)])
     return known[len(known) // 2] if known else COLD_START_MS
 
 

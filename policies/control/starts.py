@@ -1,10 +1,13 @@
 """Starts of replicas: who starts, in which phase, what ended starts took, and how many failed in a row.
 
-A start begins with its first report, ends well when its port is open, and has failed when it says so or says nothing
-for :data:`SILENT_NS` (its process is gone). Time between the rise of Serve's target that it answers and its process is
-its *schedule* phase: measured here, because a process that does not run yet cannot::
+A start begins with its first report, ends well when its port is open, and has failed when it says so, or says nothing
+for :data:`SILENT_NS` (its process is gone) while Serve still wants it; one that Serve wants no more was called off. Its
+*schedule* phase is measured here, because a process that does not run yet cannot::
 
-    schedule = receipt of its first report - age of its process then - time of the rise, at least 0
+    schedule = receipt of its first report - age of its process then - time of the rise of Serve's target, at least 0
+
+Each replica that a rise asks for is found in one start; one that takes a dead replica's place answers no rise, and its
+schedule phase is not known.
 
 What this must not do: decide what becomes of a model that does not start.
 """
@@ -42,6 +45,11 @@ class Start:
     phases_ms: Mapping[StartPhase, float]
     """Phases that are over, the schedule phase included."""
 
+    @property
+    def total_ms(self) -> float:
+        """From the wish for it to its open port, as far as both are known."""
+        return self.phases_ms.get(StartPhase.SCHEDULE, 0.0) + self.age_ms
+
 
 @dataclass(frozen=True, slots=True)
 class Starts:
@@ -73,15 +81,18 @@ class StartBook:
     _ended: deque[Start] = field(default_factory=lambda: deque(maxlen=ENDED_MAX))
     _failed: int = 0
     _why: str = ""
-    _target: int = 0
-    _asked_ns: int | None = None
-    """When Serve's target last rose."""
+    _target: int | None = None
+    _running: int = 0
+    _asked_ns: deque[int] = field(default_factory=lambda: deque(maxlen=STARTS_MAX))
+    """When Serve's target rose, once for each replica that it asked for and that did not begin yet."""
 
     def receive_fleet(self, view: FleetView, now_ns: int) -> None:
         """Follow Serve's target."""
-        if view.replicas_target > self._target:
-            self._asked_ns = now_ns
-        self._target = view.replicas_target
+        if self._target is not None and view.replicas_target > self._target:
+            self._asked_ns.extend([now_ns] * (view.replicas_target - self._target))
+        self._target, self._running = view.replicas_target, view.replicas_running
+        if view.replicas_running >= view.replicas_target:
+            self._asked_ns.clear()
 
     def receive(self, report: StartReport, now_ns: int) -> Start | None:
         """Take a report; the start, where it has just ended well or given its first token."""
@@ -100,9 +111,12 @@ class StartBook:
 
     def step(self, now_ns: int) -> Starts:
         """Everything known at ``now_ns``; those that fell silent have failed."""
-        for followed in self._starts.values():
-            if not followed.counted and now_ns - followed.last.received_ns > SILENT_NS:
+        silent = [f for f in self._starts.values() if not f.counted and now_ns - f.last.received_ns > SILENT_NS]
+        speaking = sum(not f.counted for f in self._starts.values()) - len(silent)
+        for followed in silent:
+            if self._target is not None and self._running + speaking < self._target:
                 self._fail(followed, "its process ended without a word")
+            followed.counted = True
         self._starts = OrderedDict(
             (name, f) for name, f in self._starts.items() if now_ns - f.last.received_ns <= SILENT_NS or not f.counted
         )
@@ -110,10 +124,9 @@ class StartBook:
         return Starts(under_way, tuple(self._ended), self._failed, self._why)
 
     def _schedule_ms(self, report: StartReport, now_ns: int) -> float | None:
-        """A target that rose for several replicas counts from the rise for each of them."""
-        if self._asked_ns is None:
+        if not self._asked_ns:
             return None
-        return max(0.0, (now_ns - self._asked_ns) / 1e6 - report.age_ms)
+        return max(0.0, (now_ns - self._asked_ns.popleft()) / 1e6 - report.age_ms)
 
     def _fail(self, followed: _Followed, why: str) -> None:
         if not followed.counted:
