@@ -27,6 +27,8 @@ class Idle:
     """One run."""
 
     words: str
+    phantoms: str
+    """Whose counts nobody gives back: ``gateway``, ``replica`` or ``none``."""
     result: RunResult
     watcher: Watcher
     busy_until_s: float
@@ -67,10 +69,10 @@ def idle(seed: int) -> Idle:
         local_rule=decide,
     )
     world = World(scenario, watcher)
-    phantoms = [_phantom(rng, controller) for controller in world.controllers]
+    phantoms = _phantom(rng, world.controllers[0])
     result = world.run(None, None)
-    words = f"{rate:.2f} requests/s, {', '.join(f.kind for f in faults)}; {', '.join(phantoms)}"
-    return _judge(words, result, watcher, faults, late.index)
+    words = f"seed {seed}: {rate:.2f} requests/s, {', '.join(f.kind for f in faults)}; phantoms: {phantoms}"
+    return _judge(words, phantoms, result, watcher, faults, late.index)
 
 
 def _requests(rng: Random, rate: float) -> list[SimRequest]:
@@ -109,10 +111,12 @@ def _phantom(rng: Random, controller: Controller) -> str:
             return hear_replica(replace(report, running=running, http_inflight=inflight), now_ns)
 
         controller.receive_replica = replica  # type: ignore[method-assign]
-    return f"phantoms: {kind}"
+    return kind
 
 
-def _judge(words: str, result: RunResult, watcher: Watcher, faults: tuple[Fault, ...], late: int) -> Idle:
+def _judge(
+    words: str, phantoms: str, result: RunResult, watcher: Watcher, faults: tuple[Fault, ...], late: int
+) -> Idle:
     rows = {row.index: row for row in result.records}
     ends = [row.arrival_ns / SECOND + row.e2e_ms / 1_000 for row in rows.values() if row.index != late]
     fault_s = max((f.at_ns + f.duration_ns) / SECOND for f in faults)
@@ -122,4 +126,4 @@ def _judge(words: str, result: RunResult, watcher: Watcher, faults: tuple[Fault,
     quiet = [(s.at_ns / SECOND, z) for s, z in zip(samples, zero, strict=True) if s.at_ns < LATE_S * SECOND]
     awake = max((at for at, z in quiet if not z), default=0.0)
     asleep_s = next((at for at, _ in quiet if at > awake), None)
-    return Idle(words, result, watcher, busy_until_s, asleep_s, rows[late].outcome, zero[-1])
+    return Idle(words, phantoms, result, watcher, busy_until_s, asleep_s, rows[late].outcome, zero[-1])
