@@ -58,6 +58,8 @@ class ZeroRule:
         """When something was last busy; ``None``: nobody could tell yet."""
         self._since_ns: int | None = None
         """When the start under way began."""
+        self._dark = False
+        """Nobody served at some tick since then."""
         self._slept_with = 0
         """Open requests that were there when it fell asleep, and nobody gave back since."""
         self._failed_at_ns: int | None = None
@@ -65,7 +67,7 @@ class ZeroRule:
         """Times in a row that starts were given up."""
         self._starts_s: deque[float] = deque(maxlen=STARTS_KEPT)
         self._told_s = 0.0
-        """Longest cold start that a replica told: from its process to its open port."""
+        """Longest cold start of the last replicas: from their process to their open port."""
         self._why = ""
         self._failed_before = 0
         """Failed starts that an earlier attempt has counted already."""
@@ -78,8 +80,8 @@ class ZeroRule:
             target: number of replicas that stands; ``None``: not known yet.
             now_ns: the controller's clock.
         """
-        for replica in signals.fresh:
-            self._told_s = max(self._told_s, (replica.latest.cold_start_ms or 0.0) / 1000)
+        told = [ms / 1_000 for r in signals.fresh if (ms := r.latest.cold_start_ms)]
+        self._told_s = max(told, default=self._told_s)
         if signals.blind or target is None:
             return None
         if self._busy_ns is None or _busy(signals):
@@ -91,9 +93,10 @@ class ZeroRule:
         return self._starting(signals, target, now_ns)
 
     def _awake(self, signals: Signals, now_ns: int) -> Rest | None:
-        if self._since_ns is not None and signals.serving:
+        if self._dark and self._since_ns is not None and signals.serving:
             self._starts_s.append((now_ns - self._since_ns) / 1e9)
             self._since_ns, self._busy_ns = None, now_ns
+        self._dark = self._dark and not signals.serving
         if signals.serving:
             self._failed_at_ns, self._failures, self._failed_before = None, 0, 0
         assert self._busy_ns is not None
@@ -120,6 +123,7 @@ class ZeroRule:
         return self._rest(1, ColdPhase.STARTING, Reason("Woken", "a request came for a model that sleeps"), now_ns)
 
     def _starting(self, signals: Signals, target: int, now_ns: int) -> Rest:
+        self._dark = True
         if self._since_ns is None:
             self._since_ns = now_ns
         took_s = (now_ns - self._since_ns) / 1e9

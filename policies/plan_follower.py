@@ -51,7 +51,7 @@ class PlanFollower:
     def says_awake(self, now_ns: int) -> bool:
         """Whether the plan in force says that some replica serves a model that may sleep."""
         plan = self.current(now_ns)
-        return plan is not None and plan.cold is None
+        return plan is not None and plan.cold is None and bool(plan.replicas_target)
 
     def cold(self, now_ns: int) -> ColdModel | None:
         """What the last plan said of a model that sleeps or starts, its times as they are now, however old it is."""

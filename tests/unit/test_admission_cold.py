@@ -34,7 +34,9 @@ def a_request(number: int = 0, **more: Any) -> Request:
 
 
 def tell(policies: Policies, cold: ColdModel | None, now_ns: int = 0, seq: int = 1) -> None:
-    policies.plan_follower.receive(Plan("e", seq, 10_000.0, Mode.ACT, cold=cold), now_ns)
+    policies.plan_follower.receive(
+        Plan("e", seq, 10_000.0, Mode.ACT, replicas_target=0 if cold else 1, cold=cold), now_ns
+    )
 
 
 ASLEEP = ColdModel(ColdPhase.ASLEEP, 50.0, measured=True)

@@ -218,6 +218,21 @@ def test_serve_passes_the_answer_on_undamped_in_both_directions() -> None:
     assert as_serve_wraps_it(_ctx(running=4, target=4))[0] == 1
 
 
+def test_serve_goes_to_zero_by_way_of_one_and_asks_the_policy_there_as_well() -> None:
+    policy = _policy()
+    as_serve_wraps_it = _apply_autoscaling_config(policy)
+
+    def asked(running: int, target: int) -> int:
+        ctx = _ctx(running=running, target=target)
+        ctx.capacity_adjusted_min_replicas = 0
+        return int(as_serve_wraps_it(ctx)[0])
+
+    policy.receive(_plan(seq=1, target=0), now_ns())
+    assert (asked(2, 2), asked(1, 1), asked(0, 0)) == (1, 0, 0)
+    policy.receive(_plan(seq=2, target=1), now_ns())
+    assert asked(0, 0) == 1
+
+
 def test_without_ray_the_exchange_ends_quietly() -> None:
     policy = _policy()
     policy(_ctx())

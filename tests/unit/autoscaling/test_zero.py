@@ -191,3 +191,16 @@ def test_a_replica_that_died_is_a_start_under_way() -> None:
     rest = world.second()
     assert rest is not None
     assert (rest.replicas, rest.cold.phase) == (1, ColdPhase.STARTING)
+
+
+def test_a_wake_that_finds_a_replica_still_serving_is_no_start() -> None:
+    world = World()
+    world.seconds(CONFIG.zero_after_s + WINDOW_S, replica={"cold_start_ms": 25_000.0})
+    assert world.target == 0
+    world.running = 1  # it drains
+    world.second(gateway={"arrivals": 1})
+    assert world.target == 1
+    world.seconds(CONFIG.zero_after_s + WINDOW_S, replica={"cold_start_ms": 25_000.0})
+    rest = world.second()
+    assert rest is not None
+    assert (rest.replicas, rest.cold.start_s) == (0, 25.0)
