@@ -95,7 +95,7 @@ class ReplicaScaler:
         self._capacities = Capacities()
         self._forecast = DemandForecast(config.scaling) if config.scaling.forecast else None
         self._stabiliser = Stabiliser(config.scaling)
-        self._zero = ZeroRule(config.scaling) if config.scaling.replicas_min == 0 else None
+        self._zero = ZeroRule(config) if config.scaling.replicas_min == 0 else None
         self._queue: deque[tuple[int, int]] = deque(maxlen=SLOPE_SAMPLES_MAX)
         self._inflight: deque[tuple[int, int]] = deque(maxlen=SLOPE_SAMPLES_MAX)
         self._running: int | None = None

@@ -18,7 +18,8 @@ silent counts by its last word until it is forgotten. Without any fresh gateway 
 
 What is open when the model falls asleep wakes nobody; more than that does, and so do requests that come or were refused
 because the model sleeps. Questions to the gateway itself (health, models, metrics, control) are no requests. A start
-under way is not given up because nobody waits for it, and idle time counts from its end: somebody was told to come.
+under way is not given up because nobody waits for it, and idle time counts from its end, or from the time at which the
+last of those come who were told to come again.
 
 What this must not do: count more than one replica when it wakes a model. The scaler follows once it serves.
 """
@@ -28,7 +29,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from policies.config import ScalingConfig
+from policies.admission.cold import WAKE_S
+from policies.config import PolicyConfig
 from policies.control.signals import Signals
 from policies.steering import ColdModel, ColdPhase
 from policies.types import Reason
@@ -52,12 +54,15 @@ class Rest:
 class ZeroRule:
     """See the module; one per model, asked once per tick."""
 
-    def __init__(self, config: ScalingConfig) -> None:
-        self._config = config
+    def __init__(self, config: PolicyConfig) -> None:
+        self._config = config.scaling
+        self._late_share = config.admission.retry_after_jitter_share
         self._busy_ns: int | None = None
         """When something was last busy; ``None``: nobody could tell yet."""
         self._since_ns: int | None = None
         """When the start under way began."""
+        self._expected_ns = 0
+        """Until when those may come whom gateways told of the last start."""
         self._dark = False
         """Nobody served at some tick since then."""
         self._slept_with = 0
@@ -100,7 +105,7 @@ class ZeroRule:
         if signals.serving:
             self._failed_at_ns, self._failures, self._failed_before = None, 0, 0
         assert self._busy_ns is not None
-        idle_s = (now_ns - self._busy_ns) / 1e9
+        idle_s = (now_ns - max(self._busy_ns, self._expected_ns)) / 1e9
         if signals.traffic is None or idle_s < self._config.zero_after_s:
             return None
         self._slept_with = _open(signals)
@@ -120,12 +125,14 @@ class ZeroRule:
             return self._rest(0, ColdPhase.ASLEEP, Reason("Asleep", "nobody asks for the model"), now_ns)
         self._since_ns = self._busy_ns = now_ns
         self._failed_before = signals.starts.failed_in_a_row
+        self._expect(signals)
         return self._rest(1, ColdPhase.STARTING, Reason("Woken", "a request came for a model that sleeps"), now_ns)
 
     def _starting(self, signals: Signals, target: int, now_ns: int) -> Rest:
         self._dark = True
         if self._since_ns is None:
             self._since_ns = now_ns
+        self._expect(signals)
         took_s = (now_ns - self._since_ns) / 1e9
         failed = signals.starts.failed_in_a_row - self._failed_before
         if failed < self._config.start_tries_max and took_s <= self._config.start_s_max:
@@ -139,6 +146,17 @@ class ZeroRule:
             self._why = f"{failed} starts failed: {signals.starts.failed_why or 'they do not say why'}"
         return self._rest(0, ColdPhase.FAILED, Reason("CannotStart", f"given up: {self._why}"), now_ns)
 
+    def _expect(self, signals: Signals) -> None:
+        """Who is refused during a start comes again when it was told to, at the latest."""
+        by_class = signals.traffic.by_class.values() if signals.traffic is not None else ()
+        if self._since_ns is not None and any(c.refused_ps > 0 for c in by_class):
+            latest_s = (self._start_s + WAKE_S) * (1 + self._late_share)
+            self._expected_ns = max(self._expected_ns, self._since_ns + round(latest_s * 1e9))
+
+    @property
+    def _start_s(self) -> float:
+        return max(self._starts_s, default=self._told_s) or self._config.start_s_prior
+
     def _backoff_left_s(self, now_ns: int) -> float:
         if self._failed_at_ns is None:
             return 0.0
@@ -146,11 +164,10 @@ class ZeroRule:
         return self._config.start_backoff_s * factor - (now_ns - self._failed_at_ns) / 1e9
 
     def _rest(self, replicas: int, phase: ColdPhase, reason: Reason, now_ns: int) -> Rest:
-        start_s = max(self._starts_s, default=self._told_s)
         cold = ColdModel(
             phase,
-            start_s or self._config.start_s_prior,
-            measured=start_s > 0,
+            self._start_s,
+            measured=bool(self._starts_s) or self._told_s > 0,
             elapsed_s=(now_ns - self._since_ns) / 1e9 if self._since_ns is not None else 0.0,
             retry_after_s=max(0.0, self._backoff_left_s(now_ns)) if phase is ColdPhase.FAILED else 0.0,
             why=self._why if phase is ColdPhase.FAILED else "",

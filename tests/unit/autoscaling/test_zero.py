@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from autoscaling.zero import BACKOFF_FACTOR_MAX, Rest, ZeroRule
-from policies.config import ControlConfig, ScalingConfig
+from policies.config import AdmissionConfig, ControlConfig, PolicyConfig, ScalingConfig
 from policies.control.signals import SignalBook
-from policies.measures import StartPhase, StartReport
+from policies.measures import ClassCounts, StartPhase, StartReport
 from policies.steering import ColdPhase
 from policies.types import FleetView
 from tests.unit.control.fleet import SECOND_NS, gateway_report, replica_report
@@ -26,7 +26,7 @@ class World:
 
     def __init__(self, running: int = 1) -> None:
         self.book = SignalBook(ControlConfig())
-        self.rule = ZeroRule(CONFIG)
+        self.rule = ZeroRule(PolicyConfig(scaling=CONFIG, admission=AdmissionConfig(retry_after_jitter_share=0.0)))
         self.now_ns = 0
         self.running = self.target = running
 
@@ -204,3 +204,16 @@ def test_a_wake_that_finds_a_replica_still_serving_is_no_start() -> None:
     rest = world.second()
     assert rest is not None
     assert (rest.replicas, rest.cold.start_s) == (0, 25.0)
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_it_stays_awake_for_those_that_were_told_to_come_again(refused: int) -> None:
+    world = World()
+    world.asleep()
+    for _ in range(2):
+        world.second(gateway={"arrivals": 1, "by_class": {"standard": ClassCounts(arrivals=1, refused=refused)}})
+    world.running = 1
+    world.seconds(CONFIG.zero_after_s + WINDOW_S)
+    assert world.target == refused
+    world.seconds(CONFIG.start_s_prior)
+    assert world.target == 0
