@@ -47,7 +47,7 @@ def over_provisioned(facts: Facts) -> Finding:
     n, work, queue = len(facts.serving), facts.signals.work, facts.queue
     if n == 0 or work is None or queue is None or facts.signals.unknown_replicas:
         return UNKNOWN
-    if n <= facts.config.scaling.replicas_min:
+    if n <= max(1, facts.config.scaling.replicas_min):
         return Finding(False, True, {"replicas": float(n)}, f"{n} replicas, the least allowed")
     full = fullness(facts.peers, facts.config.objectives)
     if full is None:
