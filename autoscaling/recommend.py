@@ -33,6 +33,7 @@ from autoscaling.capacity import Capacities, Capacity, ceiling
 from autoscaling.demand import Demand, DemandMeter
 from autoscaling.demand_forecast import DemandForecast
 from autoscaling.stabilise import Ask, Stabiliser
+from autoscaling.zero import Rest, ZeroRule
 from policies.config import PolicyConfig
 from policies.control.joint import cold_start_ms
 from policies.control.scaler import Ahead, ScaleAdvice
@@ -94,6 +95,7 @@ class ReplicaScaler:
         self._capacities = Capacities()
         self._forecast = DemandForecast(config.scaling) if config.scaling.forecast else None
         self._stabiliser = Stabiliser(config.scaling)
+        self._zero = ZeroRule(config) if config.scaling.replicas_min == 0 else None
         self._queue: deque[tuple[int, int]] = deque(maxlen=SLOPE_SAMPLES_MAX)
         self._inflight: deque[tuple[int, int]] = deque(maxlen=SLOPE_SAMPLES_MAX)
         self._running: int | None = None
@@ -109,6 +111,9 @@ class ReplicaScaler:
         running = signals.fleet.replicas_running if signals.fleet else len(signals.fresh) + signals.unknown_replicas
         adopted = self._stabiliser.adopt(signals.fleet, running, now_ns)
         self._follow(signals, demand, running, now_ns)
+        rest = self._zero.step(signals, self._stabiliser.target, now_ns) if self._zero is not None else None
+        if rest is not None:
+            return self._at_rest(rest, demand, running, now_ns)
         if signals.blind:
             blind = Reason("HeldBlind", "no gateway and no replica reports: the number stays")
             held = self._stabiliser.hold(blind, signals.fleet, now_ns)
@@ -129,6 +134,18 @@ class ReplicaScaler:
         inputs = _inputs(signals, demand, capacity, pressure, share, running)
         inputs |= {"ask_up": ask.up, "ask_down": ask.down} | _ahead_inputs(ahead)
         return ScaleAdvice(result.target, result.reason, inputs, stages, result.held, ahead)
+
+    def _at_rest(self, rest: Rest, demand: Demand, running: int, now_ns: int) -> ScaleAdvice:
+        """No replica serves, or none is needed: the load says nothing of their number."""
+        self._stabiliser.put(rest.replicas, now_ns)
+        inputs: dict[str, float | int | str | None] = {
+            "replicas_running": running,
+            "queue": demand.queue,
+            "inflight": demand.inflight,
+            "start_s": rest.cold.start_s,
+            "start_measured": int(rest.cold.measured),
+        }
+        return ScaleAdvice(rest.replicas, rest.reason, inputs, (rest.reason,), cold=rest.cold)
 
     def adopt(self, target: int, now_ns: int) -> None:
         """Another number stands than the one advised: only asks beyond it count from there."""

@@ -144,6 +144,14 @@ class Stabiliser:
         self._asks = deque(kept, maxlen=self._config.up_ticks)
         self.target = self._give(target, now_ns)
 
+    def put(self, target: int, now_ns: int) -> None:
+        """Stand at ``target`` whatever the load: the model falls asleep, sleeps or starts (``zero.py``)."""
+        self._asks.clear()
+        self._before = (self.target, self._decided_ns, ())
+        if target != self.target:
+            self._decided_ns = now_ns
+        self.target = self._give(target, now_ns)
+
     def hold(self, reason: Reason, fleet: FleetView | None, now_ns: int) -> Stabilised | None:
         """Keep the target whatever the load, within its bounds; ``None`` when there is none yet."""
         self._asks.clear()

@@ -70,6 +70,7 @@ LABELS: Mapping[str, Label] = MappingProxyType(
             Label("bound", 3, "What limits a replica's steps: compute, memory, overhead."),
             Label("result", 4, "ok or failed; of lines and spans also dropped, of objectives refused."),
             Label("ending", 4, "How a task ended: success, failure, stopped (at a limit), unknown (nobody told)."),
+            Label("phase", 6, "Of a replica's start: schedule, process, load, compile, open, first_token."),
             Label("priority", 3, "Class of a request: interactive, standard or batch."),
             Label("objective", 4, "What was promised: ttft, itl, e2e or availability."),
         )
@@ -124,6 +125,9 @@ SPLIT_BUCKETS_S: tuple[float, ...] = (0.0002, 0.0005, 0.001, 0.002, *LATENCY_BUC
 
 TICK_BUCKETS_S: tuple[float, ...] = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
+START_BUCKETS_S: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1_800.0)
+"""Phases of a replica's start, from an open port to weights that are fetched."""
+
 TASK_BUCKETS_S: tuple[float, ...] = (
     0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1_800.0, 3_600.0, 14_400.0, 86_400.0,
 )  # fmt: skip
@@ -145,8 +149,10 @@ def _gateway(
     return Metric(PREFIX + name, kind, Source.GATEWAY, labels, unit, help_, buckets)
 
 
-def _control(name: str, kind: Kind, help_: str, *labels: str, unit: str = "") -> Metric:
-    buckets = TICK_BUCKETS_S if kind is Kind.HISTOGRAM else ()
+def _control(
+    name: str, kind: Kind, help_: str, *labels: str, unit: str = "", buckets: tuple[float, ...] = TICK_BUCKETS_S
+) -> Metric:
+    buckets = buckets if kind is Kind.HISTOGRAM else ()
     return Metric(PREFIX + name, kind, Source.CONTROLLER, labels, unit, help_, buckets)
 
 
@@ -321,6 +327,14 @@ _CONTROL_METRICS: tuple[Metric, ...] = (
     ),
     _control("control_affinity_strength_share", _GAUGE, "Prefix-affinity strength of the plan.", unit="share"),
     _control("replicas", _GAUGE, "Engine replicas.", "state"),
+    _control(
+        "replica_start_seconds",
+        _HISTOGRAM,
+        "Phases of starts whose port opened; first_token waits for the first request.",
+        "phase",
+        unit="seconds",
+        buckets=START_BUCKETS_S,
+    ),
     _control("replica_running_seqs", _GAUGE, "Sequences in the batch.", "replica", unit="seqs"),
     _control("replica_waiting_seqs", _GAUGE, "Sequences that wait in the engine.", "replica", unit="seqs"),
     _control("replica_kv_used_share", _GAUGE, "KV cache in use.", "replica", unit="share"),

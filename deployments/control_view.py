@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from enum import Enum
@@ -21,6 +22,7 @@ from policies.control.findings import Condition
 from policies.control.guarded import GuardStatus, Held
 from policies.control.loop import TickResult
 from policies.control.signals import GatewaySignals, ModelSignals, ReplicaSignals, Signals, Utilisation
+from policies.control.starts import Starts
 from policies.objectives import FIELDS, objectives_for
 from policies.steering import Override
 from policies.types import Decision, FleetView, GatewayReport, Histogram, Plan, Priority, ReplicaReport, Sampled
@@ -173,6 +175,7 @@ def tick_state(result: TickResult | None, at_ns: int, quantile: float) -> dict[s
             "work": None,
             "models": {},
             "gateway_signals": [],
+            "starts": None,
             "wishes": None,
         }
     signals, wishes = result.signals, result.adaptation
@@ -186,11 +189,27 @@ def tick_state(result: TickResult | None, at_ns: int, quantile: float) -> dict[s
         "work": plain(signals.work),
         "models": {name: _model_state(of_model) for name, of_model in signals.by_model.items()},
         "gateway_signals": [_gateway_signals(g, signals, at_ns) for g in signals.gateways],
+        "starts": start_state(signals.starts),
         "wishes": {
             "replicas_target": wishes.replicas_target,
             "affinity_strength": plain(wishes.affinity_strength),
             "knobs": plain(wishes.knobs),
         },
+    }
+
+
+def start_state(starts: Starts) -> dict[str, Any]:
+    """Replicas that start, with what phases took lately (``typical_ms``), and why starts fail."""
+    ended: dict[str, list[float]] = {}
+    for start in starts.ended:
+        for phase, ms in start.phases_ms.items():
+            ended.setdefault(str(phase), []).append(ms)
+    return {
+        "under_way": [plain(start) | {"total_ms": start.total_ms} for start in starts.under_way],
+        "last": plain(starts.ended[-1]) | {"total_ms": starts.ended[-1].total_ms} if starts.ended else None,
+        "typical_ms": {phase: statistics.median(ms) for phase, ms in ended.items()},
+        "failed_in_a_row": starts.failed_in_a_row,
+        "failed_why": starts.failed_why,
     }
 
 

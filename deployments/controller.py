@@ -24,7 +24,15 @@ from typing import Any
 import msgspec
 
 from autoscaling.recommend import ReplicaScaler
-from autoscaling.simulator.recorded import FleetLine, GatewayLine, Line, ReplicaLine, failed_tick_line, tick_line
+from autoscaling.simulator.recorded import (
+    FleetLine,
+    GatewayLine,
+    Line,
+    ReplicaLine,
+    StartLine,
+    failed_tick_line,
+    tick_line,
+)
 from dashboards.catalogue import Source
 from deployments import control_overview, control_view
 from deployments.clock import now_ns, wall_ns
@@ -38,6 +46,7 @@ from policies.build import build_control
 from policies.config import PolicyConfig
 from policies.control.loop import TickResult, tick
 from policies.control.objective import ObjectiveSample, total
+from policies.measures import StartReport
 from policies.tasks import TaskLedger, TaskShares, TaskUse
 from policies.types import FleetView, GatewayReport, Plan, ReplicaReport, Sampled
 
@@ -208,6 +217,14 @@ class Controller:
         if len(self._gateways) > GATEWAYS_MAX:
             self._gateways.popitem(last=False)
         return self.plan
+
+    def report_start(self, report: StartReport) -> None:
+        """Take what a replica says of its start."""
+        received_ns = now_ns()
+        self._record(StartLine(received_ns, report))
+        start = self._control.receive_start(report, received_ns)
+        for phase, ms in start.phases_ms.items() if start is not None else ():
+            self._telemetry["tidegate_replica_start_seconds"].observe(ms / 1_000, phase=phase.value)
 
     def exchange_tasks(self, gateway_id: str, epoch: str, seq: int, uses: list[TaskUse]) -> TaskShares:
         """Take what a gateway counted of tasks; what the others did since its last exchange is the answer."""

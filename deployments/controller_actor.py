@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deployments.control_desk import DecisionFilter, Refused
     from deployments.settings import Settings
     from deployments.tenant_desk import TenantAnswer, TenantReport
+    from policies.measures import StartReport
     from policies.steering import Override
     from policies.tasks import TaskShares, TaskUse
     from policies.types import GatewayReport, Plan, ReplicaReport
@@ -56,6 +57,10 @@ class ControllerActor:
     async def report_gateway(self, report: GatewayReport) -> Plan | None:
         """See :meth:`deployments.controller.Controller.report_gateway`."""
         return self._controller.report_gateway(report)
+
+    async def report_start(self, report: StartReport) -> None:
+        """See :meth:`deployments.controller.Controller.report_start`."""
+        self._controller.report_start(report)
 
     async def exchange_tasks(self, gateway_id: str, epoch: str, seq: int, uses: list[TaskUse]) -> TaskShares:
         """See :meth:`deployments.controller.Controller.exchange_tasks`."""

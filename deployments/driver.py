@@ -19,6 +19,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from deployments import keep_alive
 from deployments.attempt import Dispatched
 from deployments.clock import now_ns
 from deployments.errors import ERROR_BODY_BYTES_MAX, GatewayError, engine_error
@@ -192,7 +193,7 @@ class RequestDriver:
     async def _queue(self) -> Event:
         self.waiting = True
         self._record.wait_begins(now_ns())
-        event = await self._core.wait_turn(self.request.request_id)
+        event = await keep_alive.during(self._sink, self._core.wait_turn(self.request.request_id))
         self.waiting = False
         self._record.wait_ends(now_ns())
         return event
@@ -474,7 +475,7 @@ class RequestDriver:
         for effect in effects:
             if isinstance(effect, SendError):
                 self._status = effect.status
-        record.status = self._status
+        record.status = keep_alive.status_sent(self._sink, self._status)
         record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
         record.output_tokens = self._output_tokens
         record.usd = self.flow.usd

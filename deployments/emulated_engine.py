@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from deployments.knobs import EngineShared
     from deployments.replica_host import ReplicaHost
+    from deployments.start_report import StartTeller
 
 NUM_CPUS_MAX = 0.05
 
@@ -51,22 +52,24 @@ class EmulatedEngine:
 
     async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         """``args`` are ``Settings.to_args()``."""
-        from deployments.replica_wiring import new_shared, process_started_ns
+        from deployments.replica_wiring import new_shared, new_start, process_started_ns
 
         started_ns = process_started_ns()
         settings = Settings.load(args)
         self._host: ReplicaHost | None = None
-        self._replica_id = _begin_start(settings.model.emulated.faults.start_failures)
-        await asyncio.sleep(settings.model.emulated.start_ms / 1e3)
-        self._shared: EngineShared = new_shared()
-        self._shared.unlink()
-        try:
-            await self._open(settings, started_ns)
-        except BaseException:
-            self._shared.close()
-            raise
+        async with new_start(settings, started_ns) as start:
+            self._replica_id = _begin_start(settings.model.emulated.faults.start_failures)
+            await asyncio.sleep(settings.model.emulated.start_ms / 1e3)
+            self._shared: EngineShared = new_shared()
+            self._shared.unlink()
+            try:
+                start.opens()
+                await self._open(settings, started_ns, start)
+            except BaseException:
+                self._shared.close()
+                raise
 
-    async def _open(self, settings: Settings, started_ns: int) -> None:
+    async def _open(self, settings: Settings, started_ns: int, start: StartTeller) -> None:
         from deployments.replica_wiring import new_host
 
         emulated = engine_settings(settings.model)
@@ -76,7 +79,7 @@ class EmulatedEngine:
         self._app = EngineApp(self._core, settings.model.name)
         self._steps = asyncio.create_task(self._core.run(), name="emulated-engine")
         host = new_host(settings, self._shared, started_ns, through=self._signals.through)
-        await host.start(self._app)
+        await host.start(self._app, start.first_byte)
         self._host = host
 
     def record_replica_metadata(self) -> dict[str, str]:

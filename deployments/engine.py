@@ -33,8 +33,9 @@ from deployments.knobs import EngineShared
 from deployments.local_model import CALLBACK as LOCAL_MODEL
 from deployments.model import engine_environment, resolve
 from deployments.replica_host import ReplicaHost
-from deployments.replica_wiring import deployment_options, new_host, new_shared, process_started_ns
+from deployments.replica_wiring import deployment_options, new_host, new_shared, new_start, process_started_ns
 from deployments.settings import ModelSettings, Settings, SettingsError
+from deployments.start_report import StartTeller
 
 SCHEDULER = "deployments.scheduler.live_scheduler"
 WORKER_EXTENSION = "deployments.worker_extension.DeviceName"
@@ -50,22 +51,24 @@ class VllmEngine(LLMServer):
         settings = Settings.load(args)
         self._host: ReplicaHost | None = None
         self._shared = new_shared()
-        try:
-            await super().__init__(llm_config(settings, self._shared.path))
-            self._shared.unlink()
-            await self._open(settings, self._shared, started_ns)
-        except BaseException:
-            self._shared.close()
-            raise
+        async with new_start(settings, started_ns) as start:
+            try:
+                await super().__init__(llm_config(settings, self._shared.path))
+                self._shared.unlink()
+                start.opens(self._shared.read_gauges().compile_ms)
+                await self._open(settings, self._shared, started_ns, start)
+            except BaseException:
+                self._shared.close()
+                raise
 
-    async def _open(self, settings: Settings, shared: EngineShared, started_ns: int) -> None:
+    async def _open(self, settings: Settings, shared: EngineShared, started_ns: int, start: StartTeller) -> None:
         app = await self.engine.build_asgi_app()
         speak_openai(app)
         devices: list[str] = []
         if settings.model.device == "gpu":
             devices = [name for name in await self.collective_rpc("tidegate_device", timeout=60.0) if name]
         host = new_host(settings, shared, started_ns, devices)
-        await host.start(app)
+        await host.start(app, start.first_byte)
         self._host = host
 
     def record_replica_metadata(self) -> dict[str, str]:

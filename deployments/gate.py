@@ -46,6 +46,8 @@ class Gate:
         """HTTP requests inside now."""
         self.refuse_new = False
         """True: requests that come from now on are answered 503 and never started."""
+        self.on_first_body: Callable[[], None] | None = None
+        """Called once, when the first byte of any answer's body leaves."""
         self.empty = asyncio.Event()
         """Set while nobody is inside."""
         self.empty.set()
@@ -88,6 +90,9 @@ class Gate:
         async def heard(message: Message) -> None:
             if me in silent and message.get("body"):
                 del silent[me]
+                if self.on_first_body is not None:
+                    told, self.on_first_body = self.on_first_body, None
+                    told()
             await send(message)
 
         try:

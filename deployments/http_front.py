@@ -28,6 +28,7 @@ from deployments.endpoints import OPEN, RELAYED, Dialect, allowed_methods, label
 from deployments.errors import GatewayError, error_answer, error_event
 from deployments.http_bounds import CONNECTION_KEY
 from deployments.ids import clean_client_id, new_request_id
+from deployments.keep_alive import HeldSink
 from deployments.own_answers import Answer, OwnAnswers
 from deployments.request_log import RequestRecord
 from deployments.serve_internals import FixedHeadersMessage
@@ -139,7 +140,9 @@ class HttpFront:
                 body = await self._read_body(headers, receive, self._body_bytes_max, record)
                 inbound = self._core.parse(body, endpoint, arrival_ns, request_id, principal, headers)
                 inbound.record.client_id = clean_client_id(_client_id(scope, headers))
-                await _run(RequestDriver(self._core, inbound, sink), scope, receive, sink)
+                held = inbound.request.stream and self._core.policies.flow_context.admission.is_cold(arrival_ns)
+                client = HeldSink(sink, request_id) if held else sink
+                await _run(RequestDriver(self._core, inbound, client), scope, receive, sink)
             elif method in {"POST", "DELETE"}:
                 check_site(headers)
                 body = await self._read_body(headers, receive, OWN_BODY_BYTES_MAX, record)

@@ -31,14 +31,14 @@ from policies.speculation import NO_EXPLORATION, Bounds
 from policies.types import Knobs
 
 MAGIC = b"TIDEGATE"
-VERSION = 3
+VERSION = 4
 RING_STEPS_MAX = 1 << 20
 _READ_TRIES_MAX = 100
 
 _HEADER = struct.Struct("<8sII")
 _CRC = struct.Struct("<I")
 _KNOBS = struct.Struct("<Q6q")
-_GAUGES = struct.Struct("<Q19q")
+_GAUGES = struct.Struct("<Q20q")
 _STEP = struct.Struct("<Q11q")
 _NONE = -(1 << 63)
 _PPM = 1_000_000
@@ -87,6 +87,8 @@ class EngineGauges:
     """CLOCK_MONOTONIC since when the engine has had work without a pause; 0: it has none."""
     step_tokens_floor: int = 0
     """Least token budget that a step may have, whatever is asked for."""
+    compile_ms: int = 0
+    """What the engine spent on compiling in its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,4 +347,4 @@ def _gauges_from(values: tuple[int, ...]) -> EngineGauges:
 
 
 _GAUGE_NAMES = tuple(EngineGauges.__dataclass_fields__)
-assert len(_GAUGE_NAMES) == 19, "layout and fields disagree"
+assert len(_GAUGE_NAMES) == 20, "layout and fields disagree"

@@ -48,6 +48,16 @@ class OwnAnswers:
             return self.metrics()
         if path == "/openapi.json":
             return Answer(self._description)
+        if path.startswith("/control/"):
+            return await self._control_answer(path, query)
+        if path.startswith(TASK_PREFIX):
+            tasks = self._core.policies.flow_context.tasks
+            return _json(await self._task(lambda: task_api.show(tasks, tenant, path, now_ns())))
+        if path.startswith(MODEL_PREFIX):
+            return _json(self.model(path[len(MODEL_PREFIX) :]))
+        return _json(self.models())
+
+    async def _control_answer(self, path: str, query: bytes) -> Answer:
         if path == "/control/state":
             state = await self._control.read(path, query)
             return _json({**state, "objectives_refused": self._core.objectives.refused})
@@ -61,14 +71,7 @@ class OwnAnswers:
             return _json(self._core.recent.show(path[len(REQUEST_PREFIX) :]))
         if path == "/control/tenants":
             return _json(await self._controller.ask("tenants"))
-        if path.startswith("/control/"):
-            return _json(await self._control.read(path, query))
-        if path.startswith(TASK_PREFIX):
-            tasks = self._core.policies.flow_context.tasks
-            return _json(await self._task(lambda: task_api.show(tasks, tenant, path, now_ns())))
-        if path.startswith(MODEL_PREFIX):
-            return _json(self.model(path[len(MODEL_PREFIX) :]))
-        return _json(self.models())
+        return _json(await self._control.read(path, query))
 
     async def take(self, method: str, path: str, body: bytes, principal: Principal) -> Answer:
         """The answer to POST and DELETE ``path``: a task's outcome, something set by hand. Raises ``GatewayError``."""
@@ -88,8 +91,12 @@ class OwnAnswers:
         return answer()
 
     def health(self) -> Answer:
-        """200 with an empty body when a replica is ready, as engines answer; else 503."""
-        if self._core.replicas_ready:
+        """200 with an empty body when a replica is ready, as engines answer, or would be started; else 503."""
+        admission = self._core.policies.flow_context.admission
+        why = admission.cannot_start(now_ns())
+        if why is not None:
+            raise GatewayError(503, "server_error", "model_cannot_start", f"The model cannot start: {why}.", None, 1.0)
+        if self._core.replicas_ready or admission.sleeps(now_ns()):
             return Answer(b"")
         raise GatewayError(503, "server_error", "no_replica", "No replica is ready.", None, 1.0)
 

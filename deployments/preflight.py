@@ -195,7 +195,7 @@ def replica_gib(settings: Settings) -> float:
 
 def _judge_memory(machine: Machine, settings: Settings) -> Iterable[Finding]:
     free_gib, each = machine.memory_bytes_free / GIB, replica_gib(settings)
-    least = RAY_GIB + each * settings.scaling.replicas_min
+    least = RAY_GIB + each * max(1, settings.scaling.replicas_min)
     most = RAY_GIB + each * settings.scaling.replicas_max
     hint = "end other programs, or lower model.cpu.kv_cache_gib or scaling.replicas_max in serve_config.yaml"
     if free_gib < least:
@@ -221,10 +221,11 @@ def _judge_resources(machine: Machine, settings: Settings) -> Iterable[Finding]:
             f"only {machine.files_max} files may be open (ulimit -Hn), HAProxy needs {FILES_MIN}; raise the hard limit",
         )
     each, scaling = settings.model.num_cpus, settings.scaling
-    if each * scaling.replicas_min > machine.cores:
+    replicas_min = max(1, scaling.replicas_min)
+    if each * replicas_min > machine.cores:
         yield Finding(
             Level.ERROR,
-            f"{machine.cores} CPU cores for {scaling.replicas_min} replicas of {each:g} cores each; lower "
+            f"{machine.cores} CPU cores for {replicas_min} replicas of {each:g} cores each; lower "
             "model.num_cpus or scaling.replicas_min in serve_config.yaml",
         )
     elif each * scaling.replicas_max > machine.cores:

@@ -323,7 +323,7 @@ def new_header(settings: Settings, source: str, name: str) -> Header:
         code=code_digest(),
         model=settings.model.name,
         gateways=settings.gateway.replicas,
-        replicas=settings.scaling.replicas_min,
+        replicas=max(1, settings.scaling.replicas_min),
         report_period_ms=settings.model.report_interval_ms,
         drain_ms_max=settings.model.drain_s_max * 1e3,
         config=settings.policy_config(),

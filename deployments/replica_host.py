@@ -126,9 +126,13 @@ class ReplicaHost:
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
-    async def start(self, app: ASGIApp) -> None:
-        """Serve ``app`` on a free port of the identity's host and begin to report. ``OSError``: no port."""
+    async def start(self, app: ASGIApp, on_first_body: Callable[[], None] | None = None) -> None:
+        """Serve ``app`` on a free port of the identity's host and begin to report. ``OSError``: no port.
+
+        ``on_first_body`` is called when the first byte of an answer leaves.
+        """
         self._gate = Gate(app, self._token)
+        self._gate.on_first_body = on_first_body
         family = socket.AF_INET6 if ":" in self._identity.host else socket.AF_INET
         sock = socket.socket(family)
         sock.bind((self._identity.host, 0))

@@ -34,7 +34,8 @@ from deployments.scaling import autoscaling_config
 from deployments.sensors import GpuSensor
 from deployments.serve_internals import find_controller_actor
 from deployments.settings import ModelSettings, Settings
-from policies.measures import Roofline
+from deployments.start_report import StartTeller
+from policies.measures import Roofline, StartReport
 from policies.roofline import roofline_of
 from policies.types import Plan, ReplicaReport
 
@@ -43,6 +44,8 @@ ONGOING_REQUESTS_MAX = 100_000
 ROUTING_STATS_PERIOD_S = 1.0
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
+START_TOLD_S = 2.0
+"""Longest wait for the controller to take a report of a start; in a thread of its own."""
 CLOSE_S = 15.0
 """Time for closing after draining before Serve ends the process."""
 
@@ -108,6 +111,18 @@ def new_host(
         sensor if sensor.devices else None,
         roofline(settings.model, sensor),
     )
+
+
+def new_start(settings: Settings, started_ns: int) -> StartTeller:
+    """Who tells of the calling replica's start. Only inside a replica of Ray Serve."""
+    context = serve.get_replica_context()
+
+    def deliver(report: StartReport) -> None:
+        controller = find_controller_actor(context.app_name, OWNER_DEPLOYMENT, ACTOR_NAME)
+        if controller is not None:
+            ray.get(controller.report_start.remote(report), timeout=START_TOLD_S)
+
+    return StartTeller(context.replica_id.unique_id, settings.model.name, started_ns, deliver)
 
 
 def roofline(model: ModelSettings, sensor: GpuSensor) -> Roofline | None:

@@ -3,6 +3,7 @@
     fresh plan, acting     its replicas_target; no target in it: hold
     fresh plan, shadow     hold
     no fresh plan          max(target, ceil(requests open at the replicas / inflight_target)): may rise, never falls;
+                           at least 1 after WAKE_AFTER_S, so that a dead controller keeps no model asleep;
                            hold where the configuration says shadow or switched scaling off
 
 A plan's own mode counts, not the configuration's: people may set a number, or the mode, by hand.
@@ -48,6 +49,10 @@ METRICS_INTERVAL_S = 1.0
 
 LOOK_BACK_S = 5.0
 """Window Serve averages it over."""
+
+WAKE_AFTER_S = 20.0
+"""Without a fresh plan for this long a model that sleeps is woken: nobody else would. A controller that dies is
+replaced sooner, and no model is started for that."""
 
 REPLICA_PREFIX = "SERVE_REPLICA::"
 """Begin of the names that Serve gives replica actors and their placement groups; then comes ``APP#DEPLOYMENT#ID``."""
@@ -153,6 +158,8 @@ class PlanFollowingPolicy:
         self._exchange: threading.Thread | None = None
         self._exchanged_ns: int | None = None
         self._told: tuple[int, str] | None = None
+        self._alone_since_ns: int | None = None
+        """Since when there has been no fresh plan."""
         self._room = RoomWatch()
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
@@ -181,6 +188,12 @@ class PlanFollowingPolicy:
         if plan is None and not self._acting:
             held = max(bounds[0], min(bounds[1], ctx.target_num_replicas))
             return held, "held: no fresh plan, and the configuration says shadow or scaling off"
+        if plan is not None:
+            self._alone_since_ns = None
+        elif self._alone_since_ns is None:
+            self._alone_since_ns = now_ns
+        elif ctx.target_num_replicas < 1 <= bounds[1] and now_ns - self._alone_since_ns > WAKE_AFTER_S * 1e9:
+            return 1, "no fresh plan: nobody else would wake a model that sleeps"
         inflight = None if plan is not None else _inflight(ctx.aggregated_metrics)
         return decide(plan, ctx.target_num_replicas, bounds, inflight, self._inflight_target)
 
@@ -266,8 +279,9 @@ def _inflight(metrics: Mapping[str, Mapping[Any, float]] | None) -> float | None
 def autoscaling_config(settings: Settings) -> dict[str, Any]:
     """Serve's ``autoscaling_config`` of the engine deployment.
 
-    Delays 0 and factors 1, so that Serve passes the policy's answer on as it is. The metrics interval is set here
-    although Serve calls it deprecated: in 2.60 replicas read it from here and from nowhere else.
+    A model that may sleep starts once with its deployment: that shows that it can, and how long it takes. Delays 0 and
+    factors 1, so that Serve passes the policy's answer on as it is. The metrics interval is set here although Serve
+    calls it deprecated: in 2.60 replicas read it from here and from nowhere else.
     """
     from deployments.controller_actor import ACTOR_NAME, OWNER_DEPLOYMENT
     from deployments.serve_internals import SERVE_NAMESPACE, actor_name_parts
@@ -276,7 +290,7 @@ def autoscaling_config(settings: Settings) -> dict[str, Any]:
     scaling = settings.scaling
     return {
         "min_replicas": scaling.replicas_min,
-        "initial_replicas": scaling.replicas_min,
+        "initial_replicas": max(1, scaling.replicas_min),
         "max_replicas": scaling.replicas_max,
         "metrics_interval_s": METRICS_INTERVAL_S,
         "look_back_period_s": LOOK_BACK_S,

@@ -143,6 +143,7 @@ class LiveStep:
         self._next_depth = self._cut_depth = self._drafts_max
         """Depth of the drafts the step now composed will make, and of those it verifies."""
         self._kv_tokens_max = _kv_tokens_max(scheduler)
+        self._compile_ms = _compile_ms(scheduler)
         self._under_way: deque[_UnderWay] = deque(maxlen=STEPS_UNDER_WAY_MAX)
         self._prefilling: set[str] = set()
         self._not_admitted: dict[str, int] = {}
@@ -362,6 +363,7 @@ class LiveStep:
                 self._progress_ns,
                 self._work_since_ns,
                 self._tokens_floor,
+                self._compile_ms,
             )
         )
 
@@ -377,6 +379,13 @@ def _kv_tokens_max(scheduler: Any) -> int:
     cache = scheduler.cache_config
     stated = getattr(cache, "kv_cache_size_tokens", None)
     return int(cache.num_gpu_blocks * scheduler.block_size if stated is None else stated)
+
+
+def _compile_ms(scheduler: Any) -> int:
+    """What the engine spent on compiling in its start, as vLLM states it; 0 where it says nothing."""
+    config = getattr(scheduler.vllm_config, "compilation_config", None)
+    seconds = [getattr(config, name, 0.0) for name in ("compilation_time", "encoder_compilation_time")]
+    return round(sum(seconds) * 1_000)
 
 
 def _live(base: Any) -> Any:

@@ -343,6 +343,11 @@ def _switched_off(settings: Settings) -> list[str]:
             "tracing.otlp_endpoint is not set",
         ),
     ]
+    checks += [
+        (getattr(settings.scaling, name) != getattr(ScalingConfig(), name), f"scaling.{name}", "replicas_min is not 0")
+        for name in ("zero_after_s", "start_s_prior", "start_s_max", "start_tries_max", "start_backoff_s", "hold_s_max")
+        if settings.scaling.replicas_min
+    ]
     return [f"{path}: has no effect because {why}; remove it or change that" for wrong, path, why in checks if wrong]
 
 
@@ -359,6 +364,12 @@ def _contradictions(settings: Settings) -> list[str]:
         found.append(f"model.accelerator_type: {model.accelerator_type!r}: only with model.device 'gpu'")
     if settings.gateway.clients == "any" and not settings.auth.required:
         found.append("gateway.clients: 'any': needs API keys; remove auth: none, or set gateway.clients to loopback")
+    scaling = settings.scaling
+    if scaling.replicas_min == 0 and not scaling.enabled:
+        found.append("scaling.replicas_min: 0: needs scaling.enabled, without which nobody wakes the model")
+    if scaling.replicas_min == 0 and scaling.hold_s_max * 1_000 > settings.gateway.total_timeout_ms:
+        limit_s = settings.gateway.total_timeout_ms / 1_000
+        found.append(f"scaling.hold_s_max: {scaling.hold_s_max:g}: is above gateway.total_timeout_ms ({limit_s:g} s)")
     free = settings.prices == PricesConfig(replica_usd_per_hour=settings.prices.replica_usd_per_hour)
     found += _broken_promises(settings)
     for name, tenant in settings.tenants.items():

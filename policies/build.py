@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from policies.admission.cold import ColdGate
 from policies.admission.gate import AdmissionGate, Pumped
 from policies.config import ClassesConfig, ObjectivesConfig, PolicyConfig
 from policies.control.levers import LeverLoop
@@ -116,8 +117,11 @@ def build_policies(
     chance = random.Random(rng.getrandbits(64))
     follower = PlanFollower()
     capacity = FleetCapacity(fleet, config.objectives)
+    cold = None
+    if config.scaling.replicas_min == 0:
+        cold = ColdGate(config, follower.cold, follower.says_awake, partial(_nobody, fleet, capacity), chance)
     context = FlowContext(
-        admission=AdmissionGate(config, capacity, chance, partial(_admission_knobs, follower)),
+        admission=AdmissionGate(config, capacity, chance, partial(_admission_knobs, follower), cold),
         health=ReplicaHealth(config.faults, chance),
         quarantine=Quarantine(config.faults),
         tasks=TaskBook(config.tasks, config.gateways),
@@ -143,6 +147,11 @@ def _admission_knobs(follower: PlanFollower, now_ns: int) -> AdmissionKnobs:
     """What the plan in force says of admission; nothing where there is none."""
     plan = follower.current(now_ns)
     return plan.admission if plan is not None else _NO_KNOBS
+
+
+def _nobody(fleet: Fleet, capacity: FleetCapacity, now_ns: int) -> bool:
+    """Whether no replica takes requests, and those that are there leave."""
+    return not capacity.replicas(now_ns) and fleet.all_leave()
 
 
 _NO_KNOBS = AdmissionKnobs()

@@ -107,6 +107,9 @@ class ClassConfig:
     availability: float | None = None
     shed_share: float = 1.0
     """Refused while more important requests that wait take this share of ``objectives.ttft_ms`` to serve."""
+    waits_for_start: bool = True
+    """Requests for a model that sleeps are held until it has started; else they are refused, and wake it all the
+    same."""
 
     def __post_init__(self) -> None:
         check_part(self.ttft_ms, self.itl_ms, self.e2e_ms, self.quantile, self.availability)
@@ -356,7 +359,21 @@ class ScalingConfig:
 
     enabled: bool = True
     replicas_min: int = 1
+    """0: the model sleeps while nobody asks for it, and the next request wakes it."""
     replicas_max: int = 2
+    zero_after_s: float = 600.0
+    """A model that may sleep does so when there was no request for this long. Used with ``replicas_min`` 0 only, as are
+    the next five."""
+    start_s_prior: float = 60.0
+    """What a start is taken to last before one was measured."""
+    start_s_max: float = 900.0
+    """A start that takes longer has failed."""
+    start_tries_max: int = 3
+    """Failed starts in a row after which the model sleeps again ..."""
+    start_backoff_s: float = 60.0
+    """... and is not woken for this long, doubled each time up to sixteen times as long."""
+    hold_s_max: float = 300.0
+    """Longest time a request is held while the model starts."""
     up_ticks: int = 3
     """Consecutive ticks that must ask for more before the target rises."""
     down_window_s: float = 60.0
@@ -375,12 +392,16 @@ class ScalingConfig:
     """Lengths of the seasons a load may have: a day, a week. Their history is kept while the controller lives."""
 
     def __post_init__(self) -> None:
-        need(self.replicas_min >= 1, "replicas_min", "must be at least 1")
+        need(self.replicas_min >= 0, "replicas_min", "must not be negative")
+        need(self.replicas_max >= 1, "replicas_max", "must be at least 1")
         need(
             self.replicas_max >= self.replicas_min,
             "replicas_max",
             f"must not be below replicas_min ({self.replicas_min}), is {self.replicas_max}",
         )
+        for name in ("zero_after_s", "start_s_prior", "start_s_max", "start_backoff_s", "hold_s_max"):
+            need(getattr(self, name) > 0, name, "must be above 0")
+        need(self.start_tries_max >= 1, "start_tries_max", "must be at least 1")
         need(self.up_ticks >= 1, "up_ticks", "must be at least 1")
         need(self.down_window_s >= 0, "down_window_s", "must not be negative")
         need(0 < self.headroom <= 1, "headroom", "must be in (0, 1]")

@@ -179,7 +179,7 @@ class RequestFlow:
             case ((State.ROUTING | State.WAITING), Routed(choice=choice)):
                 return self._on_routed(choice, now_ns)
             case State.WAITING, WaitedOut():
-                return self._no_capacity(now_ns)
+                return self._wait(0.0, now_ns)
         return None
 
     def _at_replica(self, event: Event, now_ns: int) -> list[Effect] | None:
@@ -231,9 +231,7 @@ class RequestFlow:
         return stop
 
     def _on_expired(self, now_ns: int) -> list[Effect]:
-        text = f"it waited {(now_ns - self.request.arrival_ns) / 1e6:,.0f} ms for its turn and would come too late"
-        retry_after_s = self._ctx.admission.retry_after_s(self.request, now_ns)
-        return self._refused(Refusal("queue_timeout", text, retry_after_s=retry_after_s), now_ns)
+        return self._refused(self._ctx.admission.gave_up(self.request, now_ns), now_ns)
 
     def _refused(self, refusal: Refusal, now_ns: int) -> list[Effect]:
         return [refusal_error(refusal), self._finish(Outcome.REFUSED, refusal.code, refusal.text, now_ns)]
@@ -260,10 +258,12 @@ class RequestFlow:
         if probe_s is not None:
             error = server_error(503, "no_capacity", why := "every replica fails at present", probe_s)
             return [error, self._finish(Outcome.FAILED, "all_ejected", why, now_ns)]
-        if self._wait_until_ns is None:
-            self._wait_until_ns = now_ns + round(self._ctx.config.admission.no_replica_wait_ms * 1e6)
-        left_ms = (self._wait_until_ns - now_ns) / 1e6
-        if left_ms <= 0:
+        self._wait_until_ns = self._wait_until_ns or now_ns + round(self._ctx.config.admission.no_replica_wait_ms * 1e6)
+        return self._wait((self._wait_until_ns - now_ns) / 1e6, now_ns)
+
+    def _wait(self, left_ms: float, now_ns: int) -> list[Effect]:
+        """For another replica; longer where the model starts meanwhile."""
+        if left_ms <= 0 and (left_ms := self._ctx.admission.start_wait_ms(self.request, now_ns)) <= 0:
             return self._no_capacity(now_ns)
         self._state = State.WAITING
         return [WaitForReplica(left_ms, frozenset(self._tried))]

@@ -5,7 +5,42 @@ Values only, with units last in names; ``None`` is unknown, 0 is zero. What this
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class StartPhase(StrEnum):
+    """What a replica's start is made of, in order."""
+
+    SCHEDULE = "schedule"
+    """From the wish for it to its process: finding room, and starting a node where there is none."""
+    PROCESS = "process"
+    """From its process to its engine's construction: the interpreter, and what is imported first."""
+    LOAD = "load"
+    """The engine's own start but for compiling: its imports, the weights, the KV cache, its warm-up steps."""
+    COMPILE = "compile"
+    """Of the engine's own start: what it says it spent on compiling; absent where it runs eagerly."""
+    OPEN = "open"
+    """From the engine's readiness to the port that takes requests."""
+    FIRST_TOKEN = "first_token"  # noqa: S105 - a phase, no secret
+    """From the open port to the first byte of an answer; waits for the first request."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartReport:
+    """What a replica says of its start: each second while it starts, then once at its end and at its first token."""
+
+    replica_id: str
+    model: str
+    phase: StartPhase
+    """Under way; :attr:`StartPhase.FIRST_TOKEN` once the port is open."""
+    age_ms: float
+    """Since its process began; stands still once its port is open."""
+    phases_ms: Mapping[StartPhase, float] = field(default_factory=dict)
+    """Phases that are over."""
+    failed: str = ""
+    """Why the start failed, in a few words; empty: it did not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from policies.steering import Override
+from policies.steering import ColdModel, ColdPhase, Override
 from policies.types import Plan, Sampled
 
 
@@ -47,6 +47,19 @@ class PlanFollower:
         age_ms = self._last.age_ms(now_ns)
         left = [replace(o, remaining_ms=o.remaining_ms - age_ms) for o in self._last.value.overrides]
         return tuple(o for o in left if o.remaining_ms > 0)
+
+    def says_awake(self, now_ns: int) -> bool:
+        """Whether the plan in force says that some replica serves a model that may sleep."""
+        plan = self.current(now_ns)
+        return plan is not None and plan.cold is None and bool(plan.replicas_target)
+
+    def cold(self, now_ns: int) -> ColdModel | None:
+        """What the last plan said of a model that sleeps or starts, its times as they are now, however old it is."""
+        if self._last is None or (cold := self._last.value.cold) is None:
+            return None
+        age_s = self._last.age_ms(now_ns) / 1_000
+        elapsed_s = cold.elapsed_s + (age_s if cold.phase is ColdPhase.STARTING else 0.0)
+        return replace(cold, elapsed_s=elapsed_s, retry_after_s=max(0.0, cold.retry_after_s - age_s))
 
     def age_ms(self, now_ns: int) -> float | None:
         """Age in ms of the last plan received, in force or not; ``None`` before the first."""

@@ -102,6 +102,33 @@ class AdmissionKnobs:
     """Multiplies every class's ``shed_share``; below 1 less important classes are cut off earlier."""
 
 
+class ColdPhase(StrEnum):
+    """Why no replica serves a model that may sleep."""
+
+    ASLEEP = "asleep"
+    """Nobody asked for it; a request wakes it."""
+    STARTING = "starting"
+    FAILED = "failed"
+    """Its starts failed; requests wake it again once :attr:`ColdModel.retry_after_s` is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColdModel:
+    """What gateways must know of a model that no replica serves."""
+
+    phase: ColdPhase
+    start_s: float
+    """From the first request to a replica that serves: the longest of the last starts, or what is configured."""
+    measured: bool
+    """``start_s`` was measured."""
+    elapsed_s: float = 0.0
+    """Since the start under way began."""
+    retry_after_s: float = 0.0
+    """Of a failed model: time until a request may wake it."""
+    why: str = ""
+    """Of a failed model: what is known of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Override:
     """What a person set by hand. It wins over every decision, freeze and bound but the engine's own, until it ends.

@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Generic, TypeAlias, TypeVar
 
 from policies.measures import ClassCounts, DepthUse, GpuReading, Roofline, TenantCounts
-from policies.steering import AdmissionKnobs, Alternative, Override, Verdict
+from policies.steering import AdmissionKnobs, Alternative, ColdModel, Override, Verdict
 
 ReplicaId: TypeAlias = str
 """Serve's unique replica id (``ReplicaID.unique_id``)."""
@@ -325,6 +325,8 @@ class Plan:
     """Replicas that should leave and be replaced: they fail their health checks, and Serve does the rest."""
     overrides: tuple[Override, ...] = ()
     """In force, so that gateways can tell them to the controller's next life."""
+    cold: ColdModel | None = None
+    """Of a model that may sleep, while no replica serves it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from policies.build import build_control
 from policies.control.loop import ControlState, tick
 from policies.control.scaler import ScaleAdvice
 from policies.control.signals import Signals
+from policies.measures import StartReport
 from policies.types import Decision, FleetView, GatewayReport, Plan, Reason, ReplicaReport
 
 
@@ -87,6 +88,11 @@ class Controller:
         if self._state is not None:
             self._state.receive_replica(report, now_ns)
         return self._plan
+
+    def receive_start(self, report: StartReport, now_ns: int) -> None:
+        """Take what a replica says of its start."""
+        if self._state is not None:
+            self._state.receive_start(report, now_ns)
 
     def receive_gateway(self, report: GatewayReport, now_ns: int, tenants: TenantBook | None = None) -> Plan | None:
         """Take a gateway's report, and lend it what its tenants want; the current plan is the answer."""

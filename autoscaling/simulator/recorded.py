@@ -6,7 +6,7 @@ order in which things happened to their writer::
 
     {"kind": "header", ...}             first line of every file
     {"kind": "request", ...}            gateway: one request that ended
-    {"kind": "replica", "at_ns", ...}   controller: a replica's report as received; "gateway", "fleet" likewise
+    {"kind": "replica", "at_ns", ...}   controller: a replica's report as received; "gateway", "fleet", "start" likewise
     {"kind": "override", "at_ns", ...}  controller: a person set a value or a mode; "override_end": took it back
     {"kind": "objectives", "at_ns", ...}  controller: other objectives hold from now on
     {"kind": "tick", "at_ns", ...}      controller: one tick, its wishes and the decisions it made
@@ -33,6 +33,7 @@ from autoscaling.simulator.codec import Blocks, CodecError, Plain, decode, dumps
 from autoscaling.simulator.workload.trace import TraceError
 from policies.config import ClassesConfig, ObjectivesConfig, PolicyConfig
 from policies.control.loop import TickResult
+from policies.measures import StartReport
 from policies.steering import Override
 from policies.types import Decision, FleetView, GatewayReport, ReplicaReport
 
@@ -133,6 +134,14 @@ class FleetLine:
 
 
 @dataclass(frozen=True, slots=True)
+class StartLine:
+    """What a replica said of its start, as received."""
+
+    at_ns: int
+    report: StartReport
+
+
+@dataclass(frozen=True, slots=True)
 class OverrideLine:
     """A person set a value or a mode by hand, and the controller took it."""
 
@@ -205,7 +214,9 @@ class EndLine:
     """The writer ended in order."""
 
 
-InputLine: TypeAlias = ReplicaLine | GatewayLine | FleetLine | OverrideLine | OverrideEndLine | ObjectivesLine
+InputLine: TypeAlias = (
+    ReplicaLine | GatewayLine | FleetLine | StartLine | OverrideLine | OverrideEndLine | ObjectivesLine
+)
 """What a controller decides from."""
 Line: TypeAlias = Header | RequestLine | InputLine | TickLine | DecisionLine | DroppedLine | EndLine
 
@@ -216,6 +227,7 @@ _KINDS: Mapping[str, type[Any]] = MappingProxyType(
         "replica": ReplicaLine,
         "gateway": GatewayLine,
         "fleet": FleetLine,
+        "start": StartLine,
         "override": OverrideLine,
         "override_end": OverrideEndLine,
         "objectives": ObjectivesLine,

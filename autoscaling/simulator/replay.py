@@ -31,6 +31,7 @@ from autoscaling.simulator.recorded import (
     OverrideLine,
     RecordingError,
     ReplicaLine,
+    StartLine,
     TickLine,
     failed_tick_line,
     tick_line,
@@ -149,6 +150,7 @@ def replay_decisions(
                 ReplicaLine()
                 | GatewayLine()
                 | FleetLine()
+                | StartLine()
                 | OverrideLine()
                 | OverrideEndLine()
                 | ObjectivesLine() as line
@@ -171,6 +173,8 @@ def _receive(state: ControlState, line: InputLine) -> None:
                 state.receive_gateway(gateway, at_ns)
             case FleetLine(at_ns=at_ns, view=view):
                 state.receive_fleet(view, at_ns)
+            case StartLine(at_ns=at_ns, report=start):
+                state.receive_start(start, at_ns)
             case OverrideLine(at_ns=at_ns, override=override):
                 state.overrides.put(override, at_ns)
             case OverrideEndLine(at_ns=at_ns, id=override_id):

@@ -26,6 +26,7 @@ from autoscaling.simulator.control import Controller
 from autoscaling.simulator.records import FleetSample, PoolUse
 from autoscaling.simulator.replica import LEAVING, Phase, Replica, Totals
 from autoscaling.simulator.spec import Pool
+from policies.measures import StartPhase, StartReport
 from policies.plan_follower import PlanFollower
 from policies.types import FleetView, Histogram, Mode, Plan
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 EXCHANGE_NS = 1_000_000_000
 """Period of Serve's exchange with the controller, and of the pool's timeline."""
+
+WAKE_AFTER_NS = 20_000_000_000
+"""As in ``deployments/scaling.py``: without a plan for this long a model that sleeps is woken."""
 
 LOOP_NS = 100_000_000
 """Period of Serve's control loop: a failed start is seen and tried again after it."""
@@ -74,6 +78,8 @@ class PoolServe:
         self._rng = ctx.rng(f"serve/{index}")
         self._follower = PlanFollower()
         self._totals = Totals()
+        self._alone_since_ns: int | None = None
+        """Since when there has been no fresh plan."""
         self._lived_ns = self._served_ns = self._starts = self._most = 0
 
     # --- life of the pool ---------------------------------------------------------------------------------------------
@@ -110,15 +116,24 @@ class PoolServe:
     def _on_started(self, now_ns: int, replica: Replica) -> None:
         if replica.phase is not Phase.STARTING:
             return
-        replica.become_ready(now_ns, (now_ns - replica.began_ns) / 1e6)
+        age_ms = (now_ns - replica.began_ns) / 1e6
+        replica.become_ready(now_ns, age_ms)
+        self._tell_start(StartReport(replica.id, self.model, StartPhase.FIRST_TOKEN, age_ms), now_ns)
         self._changed(now_ns)
 
     def _on_start_failed(self, now_ns: int, replica: Replica) -> None:
         if replica.phase is not Phase.STARTING:
             return
         self._ctx.counters["starts_failed"] += 1
+        age_ms = (now_ns - replica.began_ns) / 1e6
+        report = StartReport(replica.id, self.model, StartPhase.LOAD, age_ms, failed="a fault of the scenario")
+        self._tell_start(report, now_ns)
         self._remove(replica, Phase.DEAD, now_ns)
         self._ctx.queue.at(now_ns + LOOP_NS, self._on_loop)
+
+    def _tell_start(self, report: StartReport, now_ns: int) -> None:
+        if self._ctx.scenario.config.scaling.replicas_min == 0:
+            self.controller.receive_start(report, now_ns)
 
     def _on_loop(self, now_ns: int, _: object) -> None:
         self._reconcile(now_ns)
@@ -180,6 +195,12 @@ class PoolServe:
         acting = config.scaling.enabled and config.control.mode is Mode.ACT
         if self.pool.scaler is None or (plan is None and not acting):
             return held
+        if plan is not None:
+            self._alone_since_ns = None
+        elif self._alone_since_ns is None:
+            self._alone_since_ns = now_ns
+        elif self.target < 1 and now_ns - self._alone_since_ns > WAKE_AFTER_NS:
+            return 1
         rule = self._ctx.scenario.local_rule
         if rule is not None:
             inflight = None

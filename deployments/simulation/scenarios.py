@@ -79,9 +79,9 @@ def fleet_of(
     Raises:
         ChoiceError: bounds that contradict each other, or a split that is none.
     """
-    for what, value in (("--replicas", replicas), ("--min", low), ("--max", high)):
-        if value is not None and not 1 <= value <= REPLICAS_MAX:
-            raise ChoiceError(f"{what} must be in 1..{REPLICAS_MAX:,}, is {value}")
+    for what, value, least in (("--replicas", replicas, 1), ("--min", low, 0), ("--max", high, 1)):
+        if value is not None and not least <= value <= REPLICAS_MAX:
+            raise ChoiceError(f"{what} must be in {least}..{REPLICAS_MAX:,}, is {value}")
     parts = _split(split) if split else None
     if parts and replicas is not None:
         raise ChoiceError("--replicas and --split both say how many replicas there are; give one")
@@ -90,11 +90,11 @@ def fleet_of(
     if low is None and high is None:
         fixed = replicas or 1
         return Fleet(profile, fixed, fixed, fixed, parts)
-    low = low or 1
-    high = high if high is not None else max(low, replicas or low)
+    low = 1 if low is None else low
+    high = high if high is not None else max(low, replicas or low, 1)
     if low > high:
         raise ChoiceError(f"--min ({low}) must not be above --max ({high})")
-    start = replicas if replicas is not None else low
+    start = replicas if replicas is not None else max(1, low)
     what, starts = ("--replicas", (start,)) if parts is None else (f"--split {split}: each part", parts)
     for number in starts:
         if not low <= number <= high:

@@ -71,7 +71,7 @@ def sim(
     load: LoadArgument,
     profile: Annotated[str, typer.Option(help="Engine profile: a name or a file.")] = DEFAULT_PROFILE,
     replicas: Annotated[int | None, typer.Option(help="Replicas at the start; fixed without --min and --max.")] = None,
-    low: Annotated[int | None, typer.Option("--min", help="Fewest replicas.")] = None,
+    low: Annotated[int | None, typer.Option("--min", help="Fewest replicas; 0: it may sleep.")] = None,
     high: Annotated[int | None, typer.Option("--max", help="Most replicas.")] = None,
     split: Annotated[str | None, typer.Option(help="PREFILL:DECODE replicas of a divided fleet, e.g. 2:1.")] = None,
     router: Annotated[str, typer.Option(help="Router: tidegate or a baseline, e.g. round_robin.")] = LIVE,

@@ -14,7 +14,8 @@ Those that wait are let through by :meth:`pump` in the order of :mod:`policies.a
 replica would begin with the first of them, and refused when they would come too late: what is served, is served as
 promised. Work whose client has left is never sent on.
 
-Without any replica everybody is admitted within the bounds: the flow waits for the first one.
+Without any replica everybody is admitted within the bounds: the flow waits for the first one. Where the model may
+sleep (``cold.py``) requests wait for it here, or are told when to come again.
 
 ``forecast_share`` and the classes' ``shed_share`` are those of the plan in force (``Plan.admission``), within bounds
 that no plan can leave, and the configured ones where there is none.
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 
+from policies.admission.cold import ColdGate
 from policies.admission.fair_queue import FairQueue, Waiting
 from policies.admission.forecast import OUTPUT_WEIGHT, Capacity, Forecast
 from policies.admission.limits import Admission
@@ -91,8 +93,10 @@ class AdmissionGate:
         capacity: Capacity,
         rng: Random,
         knobs: Callable[[int], AdmissionKnobs] = lambda now_ns: AdmissionKnobs(),  # noqa: ARG005 - no plan at any time
+        cold: ColdGate | None = None,
     ) -> None:
         self._knobs = knobs
+        self._cold = cold
         self._bounds = Admission(config.admission)
         self.queue = FairQueue(config)
         self.tenants = TenantBook(config)
@@ -110,6 +114,8 @@ class AdmissionGate:
         Everything else of ``config`` must be as before.
         """
         self._config = config
+        if self._cold is not None:
+            self._cold.reconfigure(config)
         share = config.admission.engine_wait_share
         self._engine_wait_ms = None if share is None else share * config.objectives.ttft_ms
 
@@ -130,7 +136,13 @@ class AdmissionGate:
         cost = self.forecast.cost(request.prompt_tokens, request.output_tokens_max)
         refusal = self._bounds_refusal(request, cost, now_ns)
         queued, due_ns, expires_ns = False, None, 0
-        if refusal is None and self._engine_wait_ms is not None:
+        if self._cold is not None and self._cold.is_cold(now_ns):
+            queued = True
+            if refusal is None:
+                refusal, expires_ns = self._cold.enter(request, now_ns)
+            else:
+                refusal = self._cold.later(refusal, now_ns)
+        elif refusal is None and self._engine_wait_ms is not None:
             free = not self.queue.requests and not self._kept_for_others(request.tenant, now_ns)
             queued = not (free and self._room(request.prompt_tokens, now_ns))
             refusal, due_ns, expires_ns = self._forecast_refusal(request, cost, queued, now_ns)
@@ -211,10 +223,32 @@ class AdmissionGate:
         prompt, cached, output = spent.prompt_tokens, spent.cached_tokens, spent.output_tokens
         return self.tenants.settle(request_id, prompt, cached, output, now_ns, charged=served)
 
-    def retry_after_s(self, request: Request, now_ns: int) -> float:
-        """When a request that waited too long should come again."""
+    def gave_up(self, request: Request, now_ns: int) -> Refusal:
+        """Why a request that waited here is refused after all."""
+        if self._cold is not None and self._cold.sleeps(now_ns):
+            return self._cold.refusal(now_ns)
+        text = f"it waited {(now_ns - request.arrival_ns) / 1e6:,.0f} ms for its turn and would come too late"
         cost = self.forecast.cost(request.prompt_tokens, request.output_tokens_max)
-        return self.forecast.retry_after_s(self.forecast.wait_ms(self.queue.tokens, now_ns), cost, now_ns)
+        wait_ms = self.forecast.wait_ms(self.queue.tokens, now_ns)
+        return Refusal("queue_timeout", text, retry_after_s=self.forecast.retry_after_s(wait_ms, cost, now_ns))
+
+    def is_cold(self, now_ns: int) -> bool:
+        """Whether nobody serves a model that may sleep, so that requests are held."""
+        return self._cold is not None and self._cold.is_cold(now_ns)
+
+    def sleeps(self, now_ns: int) -> bool:
+        """Whether it is cold because it sleeps or starts."""
+        return self._cold is not None and self._cold.sleeps(now_ns)
+
+    def cannot_start(self, now_ns: int) -> str | None:
+        """Why the model cannot start, if nobody serves it and it cannot."""
+        return self._cold.cannot_start(now_ns) if self._cold is not None else None
+
+    def start_wait_ms(self, request: Request, now_ns: int) -> float:
+        """How much longer a request waits for a model that sleeps or starts."""
+        if self._cold is None or not self._cold.sleeps(now_ns) or self._cold.cannot_start(now_ns) is not None:
+            return 0.0
+        return self._cold.patience_s(request, now_ns) * 1_000
 
     # --- those that wait ----------------------------------------------------------------------------------------------
 
@@ -224,6 +258,10 @@ class AdmissionGate:
         if not queue.requests:
             return NOBODY
         expired = queue.expired(now_ns)
+        if self.cannot_start(now_ns) is not None:
+            while (waiting := queue.peek()) is not None:
+                queue.remove(waiting.request_id)
+                expired.append(waiting)
         granted: list[str] = []
         tokens = 0
         skip: set[str] = set()
@@ -263,6 +301,8 @@ class AdmissionGate:
         A gateway that has nothing at any replica may always send one: samples that say that all are busy may be old,
         and nothing but a request would show it.
         """
+        if self.is_cold(now_ns):
+            return False
         if self._engine_wait_ms is None or not (self._on_the_way or self._capacity.own_requests):
             return True
         if not self._capacity.replicas(now_ns):

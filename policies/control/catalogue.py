@@ -241,8 +241,9 @@ CONDITIONS: tuple[ConditionSpec, ...] = (
     ConditionSpec(
         name="stuck_scale_up",
         title="Replicas were asked for and cannot be scheduled or do not come up",
-        begin="Ray finds no room, or target > running and none came up for 60 s and twice the longest cold start",
-        end="running >= target",
+        begin="Ray finds no room, target > running and none came up for 60 s and twice the longest cold start, "
+        "or 3 starts in a row failed",
+        end="running >= target, and a start ended well",
         on_ticks=3,
         off_ticks=2,
         detect_s=75,

@@ -32,6 +32,9 @@ GAP_QUEUE_EACH = 2.0
 STUCK_S = 60.0
 """A rise makes progress within this time, or within twice the longest cold start."""
 
+FAILED_STARTS = 3
+"""Starts in a row that failed."""
+
 KV_SHARE = 0.9
 """Share of a KV cache that can be used without preempting."""
 
@@ -44,7 +47,7 @@ def over_provisioned(facts: Facts) -> Finding:
     n, work, queue = len(facts.serving), facts.signals.work, facts.queue
     if n == 0 or work is None or queue is None or facts.signals.unknown_replicas:
         return UNKNOWN
-    if n <= facts.config.scaling.replicas_min:
+    if n <= max(1, facts.config.scaling.replicas_min):
         return Finding(False, True, {"replicas": float(n)}, f"{n} replicas, the least allowed")
     full = fullness(facts.peers, facts.config.objectives)
     if full is None:
@@ -107,7 +110,7 @@ def cold_start_gap(facts: Facts) -> Finding:
 
 
 def stuck_scale_up(facts: Facts) -> Finding:
-    """No room for a replica, or none came up for longer than a start may take."""
+    """No room for a replica, none came up for longer than a start may take, or starts fail."""
     fleet = facts.signals.fleet
     if fleet is None:
         return UNKNOWN
@@ -123,4 +126,10 @@ def stuck_scale_up(facts: Facts) -> Finding:
     text = f"{missing} of {fleet.replicas_target} replicas are missing for {facts.waited_s:.0f} s"
     if fleet.unschedulable:
         text += f", {fleet.unschedulable} find no room"
-    return Finding(fleet.unschedulable > 0 or late, missing == 0 and fleet.unschedulable == 0, evidence, text)
+    starts = facts.signals.starts
+    fail = starts.failed_in_a_row >= FAILED_STARTS
+    if fail:
+        evidence["failed_starts"] = float(starts.failed_in_a_row)
+        text += f"; {starts.failed_in_a_row} starts in a row failed, the last one because {starts.failed_why}"
+    over = missing == 0 and fleet.unschedulable == 0 and not fail
+    return Finding(fleet.unschedulable > 0 or late or fail, over, evidence, text)

@@ -102,6 +102,8 @@ class Holds:
         """Count a lever's change of a place; whether it has now turned too often."""
         if before is None or after is None or before == after:
             return False
+        if place[0] is Knob.REPLICAS_TARGET and 0 in (before, after):  # falling asleep and waking are no turns
+            return False
         sign = 1 if after > before else -1
         last = self._turns.get(place)
         most = self.config.turns_of(place[0])

@@ -53,6 +53,9 @@ start is there with even odds when another one is over."""
 COLD_START_MS = 60_000.0
 """Cold start where no replica has told one."""
 
+STARTS_COUNTED = 9
+"""Ended starts that the expected one is taken from."""
+
 DOWN_S = 20.0
 """Time for which fewer replicas must have been enough, if ``scaling.down_window_s`` is not shorter; doubled up to that
 each time going down proved wrong."""
@@ -131,6 +134,10 @@ class ReplicaCount:
         signals = view.signals
         low, high = _bounds(self._config.replicas_min, self._config.replicas_max, signals)
         self._follow(signals, model, now_ns)
+        if advice.cold is not None:
+            self._needs.clear()
+            self._short_since_ns = None
+            return Count(advice.replicas, advice.reason)
         adopted = any(stage.code == "Adopted" for stage in advice.stages)
         need = model.least(low, high) if target is not None and not signals.blind else None
         margin = model.load.times(DOWN_MARGIN) if model.load is not None else None
@@ -286,14 +293,18 @@ class ReplicaCount:
 
 
 def cold_start_ms(signals: Signals) -> float:
-    """Median of the cold starts that replicas told, else :data:`COLD_START_MS`."""
-    known = sorted(r.latest.cold_start_ms for r in signals.fresh if r.latest.cold_start_ms)
+    """Median of the last starts from the wish for them, else of the cold starts that replicas told of their processes,
+    else :data:`COLD_START_MS`.
+    """
+    known = sorted([start.total_ms for start in signals.starts.ended[-STARTS_COUNTED:] if start.age_ms > 0])
+    known = known or sorted([ms for r in signals.fresh if (ms := r.latest.cold_start_ms)])
     return known[len(known) // 2] if known else COLD_START_MS
 
 
 def _bounds(low: int, high: int, signals: Signals) -> tuple[int, int]:
     if signals.fleet is not None:
         low, high = max(low, signals.fleet.replicas_min), min(high, signals.fleet.replicas_max)
+    low = max(1, low)
     return low, max(low, high)
 
 
@@ -462,5 +473,5 @@ class Joint:
         predicted = count.predicted.figures() if count.predicted is not None else {}
         return Move(
             Lever.REPLICAS, model_name, {TARGET: before}, {TARGET: count.target}, count.reason, inputs, predicted,
-            alternatives=count.alternatives,
+            urgent=0 in (before, count.target), alternatives=count.alternatives,
         )  # fmt: skip

@@ -104,7 +104,9 @@ class ReplicasLever:
         if not changed and not news:
             return ()
         wish = {TARGET: after}
-        return (Move(self.lever, view.signals.model, {TARGET: before}, wish, advice.reason, advice.inputs),)
+        urgent = 0 in (before, after)  # it falls asleep or wakes
+        move = Move(self.lever, view.signals.model, {TARGET: before}, wish, advice.reason, advice.inputs, urgent=urgent)
+        return (move,)
 
     def adopt(self, in_force: Wishes, now_ns: int) -> None:
         """Take over the target that stands."""

@@ -25,6 +25,8 @@ from policies.control.objective import ObjectiveMeter, ObjectiveSample
 from policies.control.overrides import OverrideBook
 from policies.control.scaler import Scaler
 from policies.control.signals import SignalBook, Signals
+from policies.control.starts import Start
+from policies.measures import StartReport
 from policies.steering import ANY, AdmissionKnobs, Knob
 from policies.types import Decision, FleetView, GatewayReport, Mode, Plan, ReplicaReport
 
@@ -92,6 +94,10 @@ class ControlState:
         """Take Serve's word on the fleet."""
         self.book.receive_fleet(view, now_ns)
 
+    def receive_start(self, report: StartReport, now_ns: int) -> Start | None:
+        """Take what a replica says of its start; what came of it (:meth:`SignalBook.receive_start`)."""
+        return self.book.receive_start(report, now_ns)
+
     def reconfigure(self, objectives: ObjectivesConfig, classes: ClassesConfig) -> None:
         """Steer by these objectives from now on; nothing that was learned or measured is lost."""
         self.config = config = replace(self.config, objectives=objectives, classes=classes)
@@ -114,7 +120,7 @@ def tick(state: ControlState, now_ns: int) -> TickResult:
     state.guard.number(decisions)
     judged = [state.ledger.judge(j.seq, j.verdict, j.text, j.realised, state.ticks) for j in guarded.judged]
     state.last = TickResult(
-        plan=_plan(state, guarded),
+        plan=_plan(state, guarded, adaptation),
         decisions=decisions,
         conditions=conditions,
         signals=signals,
@@ -125,7 +131,7 @@ def tick(state: ControlState, now_ns: int) -> TickResult:
     return state.last
 
 
-def _plan(state: ControlState, guarded: Guarded) -> Plan:
+def _plan(state: ControlState, guarded: Guarded, adaptation: Adaptation) -> Plan:
     """What stands, in the form in which it is sent."""
     stands = guarded.in_force
     target, prefill = stands.get(TARGET), stands.get((Knob.PREFILL_REPLICAS, ANY))
@@ -143,4 +149,5 @@ def _plan(state: ControlState, guarded: Guarded) -> Plan:
         prefill_replicas=None if prefill is None else int(prefill),
         retired=frozenset([target for (knob, target), value in stands.items() if knob is Knob.RETIRED and value]),
         overrides=guarded.overrides,
+        cold=adaptation.advice.cold if adaptation.advice is not None else None,
     )

@@ -36,7 +36,7 @@ class Move:
     cures: frozenset[str] = frozenset()
     """Names of the conditions it is meant to end; empty: it is housekeeping and fights over nothing."""
     urgent: bool = False
-    """A brake that must not wait for others: preemptions, a replica that is gone."""
+    """A brake that must not wait for others: preemptions, a replica that is gone, a model that sleeps or wakes."""
     alternatives: tuple[Alternative, ...] = ()
     """What else was considered for the same end."""
 

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from policies.config import PolicyConfig
 from policies.control.signals import Signals
+from policies.steering import ColdModel
 from policies.types import Reason
 
 
@@ -51,6 +52,8 @@ class ScaleAdvice:
     """True when the load asked for something else and a stage held it back: worth a line in the ledger."""
     ahead: Ahead | None = None
     """``None``: no forecast, it is off or nothing is known yet."""
+    cold: ColdModel | None = None
+    """Of a model that may sleep, while no replica serves it; then ``replicas`` is not to be changed."""
 
 
 class Scaler(Protocol):

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 from policies.config import ControlConfig
 from policies.control.replicas import ReplicaBook, ReplicaSignals, Work
+from policies.control.starts import Start, StartBook, Starts
 from policies.control.traffic import (
     ClassTraffic,
     GatewaySignals,
@@ -38,6 +39,7 @@ from policies.control.traffic import (
     traffic,
 )
 from policies.control.windows import Reporters
+from policies.measures import StartReport
 from policies.roofline import Bound, Utilisation
 from policies.types import FleetView, GatewayReport, ReplicaId, ReplicaReport, ReplicaState, Sampled
 
@@ -87,6 +89,8 @@ class Signals:
     """Of :attr:`replicas`; the same object for as long as they are the same."""
     preempting: tuple[int, ...] = ()
     """Places in :attr:`replicas` of those whose last report tells of preemptions."""
+    starts: Starts = field(default_factory=Starts)
+    """Replicas that start, and starts that ended."""
     _chosen: dict[str, tuple[ReplicaSignals, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -129,6 +133,7 @@ class SignalBook:
         self._replicas = ReplicaBook(REPLICAS_MAX, config)
         self._gateways: Reporters[GatewayReport] = Reporters(GATEWAYS_MAX, config, gateway_figures, tenant_rows)
         self._fleet: Sampled[FleetView] | None = None
+        self._starts = StartBook()
         self._tick_ns = self._period_ns = 0
         """The last tick, and its distance from the one before."""
 
@@ -148,6 +153,11 @@ class SignalBook:
     def receive_fleet(self, view: FleetView, now_ns: int) -> None:
         """Keep Serve's latest word on the fleet."""
         self._fleet = Sampled(view, now_ns)
+        self._starts.receive_fleet(view, now_ns)
+
+    def receive_start(self, report: StartReport, now_ns: int) -> Start | None:
+        """Keep what a replica says of its start; the start, where a phase of it is over that can be counted."""
+        return self._starts.receive(report, now_ns)
 
     def signals(self, now_ns: int) -> Signals:
         """Everything known at ``now_ns``; reporters silent for too long are forgotten."""
@@ -183,6 +193,7 @@ class SignalBook:
             ),
             ids=book.ids,
             preempting=book.preempting(),
+            starts=self._starts.step(now_ns),
             _chosen=chosen,
         )
 

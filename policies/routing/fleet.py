@@ -244,6 +244,10 @@ class Fleet:
         member = self._members.get(replica_id)
         return member is not None and not member.unavailable_reason(member.fresh(now_ns, self._age_ms_max))
 
+    def all_leave(self) -> bool:
+        """Whether every known replica drains, or none is known."""
+        return all(m.draining for m in self._sorted)
+
     def members(self) -> tuple[ReplicaId, ...]:
         """Known replicas, sorted."""
         return tuple(m.replica_id for m in self._sorted)

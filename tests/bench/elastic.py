@@ -12,7 +12,10 @@ the factor on the rates is tuned likewise.
 
 Then changes of direction: step, ramp, flash crowd, a day, agent storm, each with the transitions it is made of.
 
-    python -m tests.bench.elastic [--part weeks|transitions|all] [--loads azure] [--days 7] [--seeds 5] [--workers 2]
+Then fleets that may sleep (``tests/sim/idle.py``): loads with faults and with counts that nobody gives back; how long
+after the load and the last fault nothing runs, and whether the next request is served.
+
+    python -m tests.bench.elastic [--part weeks|transitions|zero|all] [--loads azure] [--days 7] [--seeds 5]
 """
 
 from __future__ import annotations
@@ -58,6 +61,7 @@ from policies.control.signals import Signals
 from policies.types import Reason
 from tests.bench.harness import table, verdict
 from tests.data import data_path
+from tests.sim.idle import WINDOW_S, ZERO_AFTER_S, idle
 
 COMPRESS = 24.0
 TOKEN = 8
@@ -420,21 +424,63 @@ def transitions(seeds: int, workers: int) -> bool:
     return verdict(good, "no more than one change of direction per transition, any seed")
 
 
+# --- zero -------------------------------------------------------------------------------------------------------------
+
+
+def asleep_after(seed: int) -> tuple[str, float | None, bool]:
+    """Kind of counts that nobody gives back, seconds until nothing runs, and whether the next request was served and
+    the fleet asleep again at the end.
+    """
+    run_ = idle(seed)
+    after_s = None if run_.asleep_s is None else run_.asleep_s - run_.busy_until_s
+    return run_.phantoms, after_s, run_.late == "succeeded" and run_.asleep_at_end
+
+
+def zero(seeds: int, workers: int) -> bool:
+    """Print a table; whether every seed sleeps in time and serves the next request."""
+    with ProcessPoolExecutor(workers) as pool:
+        found = list(pool.map(asleep_after, range(seeds)))
+    limit_s, rows, in_time, good = ZERO_AFTER_S + WINDOW_S, [], 0, True
+    for kind in sorted({kind for kind, _, _ in found}):
+        times = [after_s for each, after_s, _ in found if each == kind]
+        known = [t for t in times if t is not None]
+        served = sum(fine for each, _, fine in found if each == kind)
+        within = sum(t <= limit_s for t in known)
+        in_time += within
+        good &= within == served == len(times)
+        longest = f"{max(known):.1f} s" if known else "never"
+        rows.append([kind, len(times), within, longest, served])
+    head = [
+        "counts not given back",
+        "seeds",
+        f"asleep within {limit_s:g} s",
+        "longest",
+        "next request served, asleep again",
+    ]
+    table("Scale to zero", head, rows)
+    return verdict(
+        good, f"asleep within {ZERO_AFTER_S:g} s plus one window of {WINDOW_S:g} s in {in_time} of {seeds} seeds"
+    )
+
+
 # --- all --------------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--loads", default=",".join(LOADS))
-    parser.add_argument("--part", choices=("weeks", "transitions", "all"), default="all")
+    parser.add_argument("--part", choices=("weeks", "transitions", "zero", "all"), default="all")
     parser.add_argument("--days", type=float, default=7.0)
     parser.add_argument("--seed", type=int, default=0, help="of the weeks")
     parser.add_argument("--seeds", type=int, default=5, help="of the transitions: 0, 1, ...")
+    parser.add_argument("--idle-seeds", type=int, default=100, help="of the fleets that may sleep: 0, 1, ...")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--tune-days", type=float, default=1.0)
     args = parser.parse_args()
-    good = transitions(args.seeds, args.workers) if args.part != "weeks" else True
-    if args.part != "transitions":
+    good = transitions(args.seeds, args.workers) if args.part in ("transitions", "all") else True
+    if args.part in ("zero", "all"):
+        good &= zero(args.idle_seeds, args.workers)
+    if args.part in ("weeks", "all"):
         good &= weeks(args.loads.split(","), args.days, args.tune_days, args.seed, args.workers)
     return 0 if good else 1
 

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deployments import control_view
 from deployments.controller import FAILED_TICKS_MAX, GATEWAYS_MAX, TICKS_KEPT, Controller, next_due_ns
+from policies.measures import StartPhase, StartReport
 from policies.steering import Verdict
 from policies.tasks import TaskCounts, TaskUse
 from policies.types import (
@@ -310,6 +311,25 @@ def test_metrics_show_the_replica_and_drop_it_when_it_is_forgotten(monkeypatch: 
     monkeypatch.setattr("deployments.controller.now_ns", lambda: controller._started_ns + 10**12)
     controller.tick()
     assert 'replica="r1"' not in controller.metrics()
+
+
+def test_starts_are_shown_with_their_phases_and_counted_once() -> None:
+    controller = _controller()
+    controller.report_start(StartReport("a", "m", StartPhase.LOAD, 1_500.0, {StartPhase.PROCESS: 500.0}))
+    controller.tick()
+    (under_way,) = controller.state()["starts"]["under_way"]
+    assert (under_way["replica_id"], under_way["phase"], under_way["phases_ms"]) == ("a", "load", {"process": 500.0})
+    phases = {StartPhase.PROCESS: 500.0, StartPhase.LOAD: 7_000.0, StartPhase.OPEN: 500.0}
+    for _ in range(2):
+        controller.report_start(StartReport("a", "m", StartPhase.FIRST_TOKEN, 8_000.0, phases))
+    controller.report_start(StartReport("b", "m", StartPhase.LOAD, 900.0, failed="OSError: no weights"))
+    controller.tick()
+    starts = controller.state()["starts"]
+    assert (starts["under_way"], starts["last"]["total_ms"], starts["typical_ms"]["load"]) == ([], 8_000.0, 7_000.0)
+    assert (starts["failed_in_a_row"], starts["failed_why"]) == (1, "OSError: no weights")
+    samples = _samples(controller)
+    assert samples["tidegate_replica_start_seconds_sum", (("phase", "load"),)] == 7.0
+    assert samples["tidegate_replica_start_seconds_count", (("phase", "load"),)] == 1
 
 
 def test_gateways_are_bounded_and_the_longest_silent_one_goes() -> None:

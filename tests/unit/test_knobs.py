@@ -49,6 +49,7 @@ def test_two_processes_never_see_a_torn_value_and_every_record_is_read_or_counte
     after = read = lost = n = last_gauge = 0
     while after < total:
         n += 1
+        alive = child.is_alive()  # asked before reading: what it wrote before it ended is read yet
         shared.write_knobs(Knobs(n, n, n))
         gauges = shared.read_gauges()
         fields = {getattr(gauges, f) or 0 for f in EngineGauges.__dataclass_fields__}
@@ -60,7 +61,7 @@ def test_two_processes_never_see_a_torn_value_and_every_record_is_read_or_counte
             assert s == step(s.seq)
         read += len(steps)
         lost += missed
-        if not child.is_alive() and not steps:
+        if not alive and not steps:
             break
     child.join()
     shared.close()

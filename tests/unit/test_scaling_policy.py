@@ -19,6 +19,7 @@ from deployments.control_view import wire_plan
 from deployments.scaling import (
     INFLIGHT_METRIC,
     REPLICA_PREFIX,
+    WAKE_AFTER_S,
     FollowedPlan,
     PlanFollowingPolicy,
     RoomWatch,
@@ -217,6 +218,21 @@ def test_serve_passes_the_answer_on_undamped_in_both_directions() -> None:
     assert as_serve_wraps_it(_ctx(running=4, target=4))[0] == 1
 
 
+def test_serve_goes_to_zero_by_way_of_one_and_asks_the_policy_there_as_well() -> None:
+    policy = _policy()
+    as_serve_wraps_it = _apply_autoscaling_config(policy)
+
+    def asked(running: int, target: int) -> int:
+        ctx = _ctx(running=running, target=target)
+        ctx.capacity_adjusted_min_replicas = 0
+        return int(as_serve_wraps_it(ctx)[0])
+
+    policy.receive(_plan(seq=1, target=0), now_ns())
+    assert (asked(2, 2), asked(1, 1), asked(0, 0)) == (1, 0, 0)
+    policy.receive(_plan(seq=2, target=1), now_ns())
+    assert asked(0, 0) == 1
+
+
 def test_without_ray_the_exchange_ends_quietly() -> None:
     policy = _policy()
     policy(_ctx())
@@ -255,6 +271,17 @@ def test_what_ray_does_not_tell_is_no_shortage_of_room() -> None:
     assert _policy()._unschedulable(missing, "app", "Engine") == 0
 
 
+def test_without_a_plan_for_long_a_model_that_sleeps_is_woken_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, ctx = _policy(), _ctx(running=0, target=0)
+    ctx.capacity_adjusted_min_replicas = 0
+    start_ns = now_ns()
+    for after_s, answer in ((0, 0), (WAKE_AFTER_S - 1, 0), (WAKE_AFTER_S + 1, 1)):
+        monkeypatch.setattr("time.monotonic_ns", lambda at=start_ns + int(after_s * S_NS): at)
+        assert policy(ctx)[0] == answer
+    policy.receive(_plan(target=0), start_ns + int((WAKE_AFTER_S + 1) * S_NS))
+    assert policy(ctx)[0] == 0
+
+
 # --- configuration ----------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +291,11 @@ def test_serve_accepts_the_configuration_and_neither_delays_nor_scales() -> None
     assert (config.upscale_delay_s, config.downscale_delay_s) == (0, 0)
     assert (config.get_upscaling_factor(), config.get_downscaling_factor()) == (1, 1)
     assert config.policy.policy_kwargs["inflight_target"] == 3
+
+
+def test_a_model_that_may_sleep_starts_once_with_its_deployment() -> None:
+    config = _config(scaling={"replicas_min": 0})
+    assert (config.min_replicas, config.initial_replicas) == (0, 1)
 
 
 @pytest.mark.parametrize(

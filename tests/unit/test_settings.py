@@ -119,6 +119,29 @@ def test_a_minimum_above_its_maximum_is_refused_with_both() -> None:
     assert line == "scaling.replicas_max: 2: must not be below replicas_min (3)"
 
 
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        (
+            {"scaling": {"replicas_min": 0, "enabled": False}},
+            "scaling.replicas_min: 0: needs scaling.enabled, without which nobody wakes the model",
+        ),
+        (
+            {"scaling": {"replicas_min": 0, "hold_s_max": 90}, "gateway": {"total_timeout_ms": 60_000}},
+            "scaling.hold_s_max: 90: is above gateway.total_timeout_ms (60 s)",
+        ),
+        (
+            {"scaling": {"zero_after_s": 30}},
+            "scaling.zero_after_s: has no effect because replicas_min is not 0; remove it or change that",
+        ),
+        ({"scaling": {"replicas_min": -1}}, "scaling.replicas_min: -1: must not be negative"),
+        ({"scaling": {"replicas_min": 0, "replicas_max": 0}}, "scaling.replicas_max: 0: must be at least 1"),
+    ],
+)
+def test_scale_to_zero_needs_what_it_needs(sections: dict[str, Any], line: str) -> None:
+    assert only(sections) == line
+
+
 def test_a_minimum_above_the_default_maximum_shows_the_default() -> None:
     line = only({"scaling": {"replicas_min": 3}})
     assert line == "scaling.replicas_max: must not be below replicas_min (3), is 2"

@@ -11,7 +11,7 @@ from policies.control.catalogue import CONDITIONS, SPECS
 from policies.control.conditions_engine import is_stuck
 from policies.control.detect import FROM_BOTH, FROM_GATEWAYS, FROM_REPLICAS, RULES, Condition, Detector
 from policies.control.signals import SignalBook
-from policies.measures import ClassCounts, GpuReading
+from policies.measures import ClassCounts, GpuReading, StartPhase, StartReport
 from policies.types import FleetView, GatewayReport, ReplicaReport, ReplicaState, StepCoefficients
 from tests.unit.control.fleet import SECOND_NS, gateway_report, histogram, replica_report
 
@@ -222,6 +222,21 @@ def test_a_start_that_is_waited_for_is_a_gap_and_then_stuck() -> None:
     assert not world.active("cold_start_gap")
     seconds(4, 2, 3, 0, unschedulable=1)
     assert world.active("stuck_scale_up")
+
+
+def test_starts_that_fail_again_and_again_are_a_condition_until_one_ends_well() -> None:
+    world = World()
+    for number in range(3):
+        report = StartReport(f"s{number}", "m", StartPhase.LOAD, 1_000.0, failed="no such model")
+        world.book.receive_start(report, world.now_ns)
+    for _ in range(5):
+        world.second(running=1)
+    assert world.active("stuck_scale_up")
+    assert "no such model" in world.conditions["stuck_scale_up"].text
+    world.book.receive_start(StartReport("s3", "m", StartPhase.FIRST_TOKEN, 1_000.0), world.now_ns)
+    for _ in range(5):
+        world.second(running=1)
+    assert not world.active("stuck_scale_up")
 
 
 def test_every_condition_has_a_rule_and_is_read_from_somebody() -> None:
