@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dashboards.panels import Part, board, graph, number, query, row
-from dashboards.promql import rate, total, worst
+from dashboards.promql import mean, rate, total, worst
 
 
 def _cost() -> tuple[Part, ...]:
@@ -49,6 +49,13 @@ def _replicas() -> tuple[Part, ...]:
             "short",
             query(spent, "dollars an hour"),
             query(rate("met_requests_total"), "met per second"),
+        ),
+        graph(
+            "Cold starts",
+            "Mean seconds of each phase of the starts that ended meanwhile.",
+            "s",
+            query(mean("replica_start_seconds", ("phase",)), "{{phase}}"),
+            stacked=True,
         ),
     )
 

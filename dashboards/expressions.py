@@ -54,6 +54,7 @@ ABSENCES: Mapping[str, str] = MappingProxyType(
         "replica_gpu_throttle_reasons": "no NVIDIA device",
         "replica_gpu_utilisation_share": "no NVIDIA device",
         "replica_gpu_xid_errors": "no NVIDIA device",
+        "replica_start_seconds": "no replica has started since the controller did",
         "replica_itl_quantile_seconds": "no stream had a second chunk in the last window",
         "replica_memory_share": "device or model is not one whose peak is known",
         "replica_step_coefficient_seconds": "engines have not made enough steps to learn from",
