@@ -19,12 +19,13 @@ from dashboards import alerts
 from dashboards.expressions import Answer, of_boards, of_rules
 from deployments import launch, run_state
 from deployments.dashboard_check import Prometheus, PrometheusError, answers, resolved
-from deployments.dashboard_publish import PublishError, connect, gateways_of, publish, targets
+from deployments.dashboard_publish import PublishError, connect, gateways_of, newest_config, publish, targets
 from deployments.progress import Progress
 from deployments.settings import grafana_access
 
 FOLDER = launch.ROOT / "dashboards"
-SERVES_HAPROXY = Path("/tmp/haproxy-serve/haproxy.cfg")  # noqa: S108 (Serve's own default)
+SERVES_HAPROXY = Path("/tmp/haproxy-serve")  # noqa: S108 (Serve's own default)
+"""Where Serve keeps HAProxy's files, a folder per node, unless the environment says otherwise."""
 
 dashboards_cli = typer.Typer(help="Grafana boards and Prometheus alerts.", no_args_is_help=True)
 
@@ -136,7 +137,7 @@ def register(cli: typer.Typer) -> None:
 
 def _haproxy_config() -> Path:
     state = run_state.load(launch.RUN_FOLDER)
-    return SERVES_HAPROXY if state is None else Path(state.temp_dir) / "haproxy.cfg"
+    return newest_config(SERVES_HAPROXY if state is None else Path(state.temp_dir))
 
 
 def _boards_in(folder: Path) -> list[Path]:

@@ -6,9 +6,11 @@ and not before. Boards are replaced by their uids, so publishing twice changes n
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 _SERVER = re.compile(r"^\s*server \S+-Gateway-\S+ (\S+:\d+) check(?!.* backup)", re.MULTILINE)
@@ -66,6 +68,18 @@ def _ensure_folder(grafana: Any, uid: str, title: str) -> None:
         if error.status_code != 404:
             raise
         grafana.folder.create_folder(title, uid)
+
+
+def newest_config(folder: Path) -> Path:
+    """HAProxy's configuration below ``folder``, where Serve keeps one per node, old ones too; the one written last.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = sorted(folder.glob("*/haproxy.cfg"), key=lambda path: path.stat().st_mtime_ns)
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "no */haproxy.cfg below; is Serve up, with HAProxy?", str(folder))
+    return found[-1]
 
 
 def gateways_of(haproxy_config: str) -> list[str]:

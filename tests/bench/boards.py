@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shutil
 import socket
 import subprocess
@@ -33,7 +32,8 @@ import yaml
 from dashboards.boards import all_boards
 from dashboards.expressions import Answer, of_boards, of_rules
 from deployments.dashboard_check import Prometheus, PrometheusError, answers, resolved
-from deployments.dashboard_publish import gateways_of, targets
+from deployments.dashboard_commands import SERVES_HAPROXY
+from deployments.dashboard_publish import gateways_of, newest_config, targets
 from tests.bench import harness as h
 from tests.bench.fleet import Fleet, start, stop
 
@@ -182,8 +182,7 @@ def main() -> int:
     front = f"127.0.0.1:{options.port}"
     with h.ray_serve(port=options.port), tempfile.TemporaryDirectory(prefix="tidegate-boards-") as temporary:
         fleet = start(2, EMULATED, **SECTIONS)
-        config = Path(os.environ.get("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", "/tmp/haproxy-serve/haproxy.cfg"))
-        addresses = gateways_of(config.read_text(encoding="utf-8"))
+        addresses = gateways_of(newest_config(SERVES_HAPROXY).read_text(encoding="utf-8"))
         with prometheus(Path(temporary), addresses, front) as address:
             seen = asyncio.run(load(f"http://{front}", fleet, options.seconds))
             asked = Prometheus(address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import threading
@@ -19,7 +20,7 @@ from dashboards.catalogue import CATALOGUE
 from dashboards.expressions import base_name
 from deployments.cli import cli
 from deployments.dashboard_commands import FOLDER
-from deployments.dashboard_publish import gateways_of, targets
+from deployments.dashboard_publish import gateways_of, newest_config, targets
 
 TOKEN = "glsa_secret"
 UIDS = {path.stem for path in (FOLDER / "grafana").glob("*.json")}
@@ -215,6 +216,17 @@ backend http-tidegate-via-ingress-request-router
     server SERVE_REPLICA::tidegate-Gateway-a1 10.0.0.7:30001 track http-tidegate/a1
     server SERVE_REPLICA::other-Front-c3 10.0.0.9:30000 check
 """
+
+
+def test_the_configuration_that_serve_wrote_last_is_taken(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is Serve up"):
+        newest_config(tmp_path)
+    for age, node in enumerate(("new", "old")):
+        path = tmp_path / node / "haproxy.cfg"
+        path.parent.mkdir()
+        path.touch()
+        os.utime(path, (1_000 - age, 1_000 - age))
+    assert newest_config(tmp_path) == tmp_path / "new/haproxy.cfg"
 
 
 def test_targets_are_the_gateways_that_haproxy_knows(tmp_path: Path) -> None:
