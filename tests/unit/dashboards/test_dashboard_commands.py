@@ -209,12 +209,12 @@ def test_a_prometheus_that_cannot_be_asked_is_one_line() -> None:
 
 HAPROXY = """
 backend http-tidegate
-    server SERVE_REPLICA::tidegate-Gateway-a1 10.0.0.7:30001 check observe layer4 error-limit 5 on-error mark-down
-    server SERVE_REPLICA::tidegate-Gateway-b2 10.0.0.8:30000 check
+    server SERVE_REPLICA_tidegate-Gateway-a1 10.0.0.7:30001 check observe layer4 error-limit 5 on-error mark-down
+    server SERVE_REPLICA_tidegate-Gateway-b2 10.0.0.8:30000 check
     server fallback-Gateway-x 10.0.0.8:8500 check backup
 backend http-tidegate-via-ingress-request-router
-    server SERVE_REPLICA::tidegate-Gateway-a1 10.0.0.7:30001 track http-tidegate/a1
-    server SERVE_REPLICA::other-Front-c3 10.0.0.9:30000 check
+    server SERVE_REPLICA_tidegate-Gateway-a1 10.0.0.7:30001 track http-tidegate/a1
+    server SERVE_REPLICA_other-Front-c3 10.0.0.9:30000 check
 """
 
 
