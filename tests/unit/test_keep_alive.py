@@ -14,17 +14,30 @@ from tests.unit.gateway_bench import Client
 ERROR = GatewayError(503, "server_error", "model_cannot_start", "It cannot.")
 
 
-async def _late(answer: str, after_s: float) -> str:
-    await asyncio.sleep(after_s)
-    return answer
+class Patient(Client):
+    """Says when two comments have come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = asyncio.Event()
+
+    async def body(self, chunk: bytes) -> None:
+        await super().body(chunk)
+        if self.text == COMMENT * 2:
+            self.twice.set()
+
+
+async def _turn(after: asyncio.Event | None = None) -> str:
+    if after is not None:
+        await asyncio.wait_for(after.wait(), 20)
+    return "turn"
 
 
 async def test_comments_are_sent_while_the_wait_lasts_and_the_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keep_alive, "KEEP_ALIVE_S", 0.01)
-    client = Client()
+    client = Patient()
     sink = HeldSink(client, "r")
-    assert await during(sink, _late("turn", 0.1)) == "turn"
-    assert client.text.startswith(COMMENT * 2)
+    assert await during(sink, _turn(client.twice)) == "turn"
     assert (client.status, status_sent(sink, 503)) == (200, 200)
     client.status = None
     await sink.start(200, [])
@@ -36,7 +49,7 @@ async def test_comments_are_sent_while_the_wait_lasts_and_the_head_once(monkeypa
 async def test_a_short_wait_leaves_the_response_as_it_would_be() -> None:
     client = Client()
     sink = HeldSink(client, "r")
-    assert await during(sink, _late("turn", 0.0)) == "turn"
+    assert await during(sink, _turn()) == "turn"
     assert (client.status, client.text, status_sent(sink, 429)) == (None, b"", 429)
     await sink.error(ERROR, [])
     assert client.status == 503
@@ -70,5 +83,5 @@ async def test_a_wait_that_is_given_up_is_cancelled() -> None:
 
 async def test_other_sinks_only_wait() -> None:
     client = Client()
-    assert await during(client, _late("turn", 0.0)) == "turn"
+    assert await during(client, _turn()) == "turn"
     assert status_sent(client, 429) == 429
