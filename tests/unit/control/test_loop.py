@@ -13,6 +13,7 @@ from policies.config import BatchingConfig, ControlConfig, PolicyConfig, Routing
 from policies.control.loop import ControlState, tick
 from policies.control.scaler import ScaleAdvice
 from policies.control.signals import GATEWAYS_MAX, REPLICAS_MAX, Signals
+from policies.control.turns import PER_TICK
 from policies.step_model import predict_step_ms
 from policies.types import FleetView, Knobs, Mode, Reason
 from tests.unit.control.fleet import (
@@ -205,6 +206,23 @@ def test_preemptions_brake_one_replica_and_the_ledger_says_so() -> None:
     entry = state.ledger.latest(1)[0]
     assert (entry.lever, entry.target, entry.reason.code) == ("batch", "r1", "PreemptionBrake")
     assert entry.after["running_seqs_max"] == 12
+
+
+def test_in_a_large_fleet_tuners_take_turns_and_preemptions_do_not_wait_for_theirs() -> None:
+    state = ControlState(CONFIG, FixedScaler(), "e")
+    names = [f"r{i:03d}" for i in range(PER_TICK + 2)]
+    braked: set[tuple[int, str]] = set()
+    for i in range(1, 31):
+        for name in names:
+            preempts = i == 30 and name in ("r004", "r005")
+            report = replica_report(name, i, running=16, kv_tokens_used=4_800, steps=5, preemptions=int(preempts))
+            state.receive_replica(report, i * SECOND_NS)
+        result = tick(state, i * SECOND_NS)
+        if i <= 2:
+            begun = {d.target for d in result.decisions if d.lever == "batch"}
+            assert begun == set(names[-i % 2 :: 2])
+        braked |= {(i, d.target) for d in result.decisions if d.reason.code == "PreemptionBrake"}
+    assert braked == {(30, "r004"), (30, "r005")}
 
 
 # --- affinity ---------------------------------------------------------------------------------------------------------
