@@ -275,7 +275,9 @@ def _target(entry: Entry, state: Entry) -> Entry | None:
 
 
 def in_plan(plan: Entry, knob: str, target: str) -> Any:
-    """What the plan of that tick says of a knob."""
+    """What the plan of that tick says of a knob; who is retired is a list there."""
+    if knob == "retired":
+        return int(target in plan["retired"])
     knobs = (plan["knobs"] or {}).get(target)
     if knobs is not None and knob in knobs:
         return knobs[knob]

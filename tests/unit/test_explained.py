@@ -17,7 +17,12 @@ STATE: dict[str, Any] = {
     "traffic": {"queued": 3, "inflight": 9},
     "objectives": {"itl_ms": 60.0},
     "conditions": [{"name": "hot_spot", "active": True}, {"name": "cache_cold", "active": False}],
-    "plan": {"knobs": {"r1": {"running_seqs_max": 8}}, "replicas_target": 3, "admission": {"shed_factor": 1.0}},
+    "plan": {
+        "knobs": {"r1": {"running_seqs_max": 8}},
+        "replicas_target": 3,
+        "retired": [],
+        "admission": {"shed_factor": 1.0},
+    },
     "replicas": [
         {
             "replica_id": "r1", "kv_tokens_max": 1_000, "running": 4, "running_seqs_hard": 16,
@@ -83,6 +88,12 @@ def test_a_decision_with_the_figures_of_its_tick_is_right() -> None:
 def test_one_figure_that_differs_is_found(path: tuple[Any, ...], value: Any, what: str) -> None:
     (wrong,) = compare(samples(changed(ENTRY, *path, value=value))).wrong
     assert wrong[:2] == ("#1 batch [WithinItl]", what)
+
+
+def test_who_leaves_is_looked_for_among_those_that_the_plan_retires() -> None:
+    entry = changed(changed(ENTRY, "before", value={"retired": 0}), "after", value={"retired": 1})
+    assert [row[1] for row in compare(samples(entry)).wrong] == ["plan's retired"]
+    assert compare(samples(entry, changed(STATE, "plan", "retired", value=["r1"]))).wrong == []
 
 
 def test_state_and_metrics_are_both_compared() -> None:
