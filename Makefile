@@ -16,7 +16,7 @@ ENGINE := tests/engine
 BENCHES := startup added_ttft relay_cpu affinity token_budget batch_goodput speculation scaling controller_kill explained control_tick control_week sim_accuracy sim_speed \
 	rollback sim_live compare dynamo_r1 request_cpu fairness retry_storm replica_kill overload scenarios joint soak elastic boards
 
-.PHONY: help serve stop model doctor check format lint types imports unit property test stack engine sim bench lock install dev page
+.PHONY: help serve stop model doctor check format lint types imports quick quick_property unit property test stack engine sim bench lock install dev page
 
 help: ## Show this
 	grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -33,9 +33,9 @@ model: install ## Fetch and convert the bundled model (make model ARGS=--verify 
 doctor: install ## Check configuration and machine, start nothing
 	exec $(PY) -m deployments.cli doctor $(ARGS)
 
-check: dev ## Format, lint, types, import rules, pure tests; under a minute
+check: dev ## Format, lint, types, import rules, quick pure tests; about a minute once types are cached
 	$(MAKE) format lint imports
-	TIDEGATE_EXAMPLES_SHARE=0.25 $(MAKE) -j3 --output-sync=target types unit property
+	$(MAKE) -j3 --output-sync=target types quick quick_property
 
 format: dev
 	$(PY) -m ruff format --check --quiet . || { echo "error: not formatted; run: .venv/bin/ruff format ." >&2; exit 1; }
@@ -49,13 +49,19 @@ types: dev
 imports: dev
 	out=$$(.venv/bin/lint-imports --no-cache 2>&1) || { echo "$$out"; exit 1; }
 
+quick: dev
+	$(PYTEST) -m "not slow" $(UNIT)
+
+quick_property: dev
+	TIDEGATE_EXAMPLES_SHARE=0.1 $(PYTEST) tests/property
+
 unit: dev
 	$(PYTEST) $(UNIT)
 
 property: dev
 	$(PYTEST) $(PROPERTY)
 
-test: dev ## All tests: pure, then Ray Serve with emulated engines, then real vLLM; under 20 minutes
+test: dev ## All tests: pure, then Ray Serve with emulated engines, then real vLLM; about 40 minutes
 	$(MAKE) -j2 --output-sync=target unit property
 	$(MAKE) stack
 	$(MAKE) engine

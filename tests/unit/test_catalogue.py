@@ -38,6 +38,7 @@ def test_no_name_appears_twice() -> None:
     assert len(CATALOGUE) == len(ALL)
 
 
+@pytest.mark.slow
 def test_nothing_is_used_that_the_catalogue_does_not_have() -> None:
     used = set(_constants(as_key=True))
     assert {(name, path) for name, path in used if name not in CATALOGUE} == set()

@@ -99,6 +99,7 @@ async def test_inflight_falls_on_every_path(bench: Bench) -> None:
     assert gate.inflight == 0
 
 
+@pytest.mark.slow
 async def test_inflight_falls_when_the_application_is_cancelled(bench: Bench) -> None:
     await bench.start()
     gate = bench.host._gate

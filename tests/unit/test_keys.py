@@ -125,6 +125,7 @@ def test_what_looks_like_a_key_is_hidden() -> None:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_file_of_keys_max_is_read_and_one_more_is_refused(tmp_path: Path) -> None:
     path, record = tmp_path / "keys.jsonl", new_key("acme", ["inference"], NOW_S)[1]
     many = [replace(record, id=f"k{n}") for n in range(KEYS_MAX)]

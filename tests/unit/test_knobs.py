@@ -41,6 +41,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "shared"
 
 
+@pytest.mark.slow
 def test_two_processes_never_see_a_torn_value_and_every_record_is_read_or_counted(path: Path) -> None:
     shared = EngineShared.create(path, ring_steps=64)
     total = 30_000

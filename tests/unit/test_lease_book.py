@@ -130,6 +130,7 @@ def test_gateways_of_a_period_are_bounded_and_what_they_were_granted_is_not_forg
     assert balance.committed_usd >= HOLDERS_MAX + 100
 
 
+@pytest.mark.slow
 def test_tenants_with_a_budget_are_bounded() -> None:
     book = LeaseBook(PolicyConfig(tenants={"default": TenantConfig(budget_usd_max=1.0)}), START)
     asks = {f"t{n}": LeaseAsk(None) for n in range(TENANTS_MAX + 100)}

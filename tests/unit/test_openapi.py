@@ -53,6 +53,7 @@ def body_validator(document: Any, path: str) -> Draft202012Validator:
     return Draft202012Validator(schema)
 
 
+@pytest.mark.slow
 def test_the_description_is_valid_openapi(document: Any) -> None:
     schemathesis.openapi.from_dict(document).validate()
 

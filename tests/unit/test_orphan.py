@@ -23,6 +23,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     ["time.sleep(60)", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"],

@@ -322,6 +322,7 @@ async def test_idle_connections_are_pruned_by_age_and_by_membership() -> None:
         assert connections.idle == 0
 
 
+@pytest.mark.slow
 async def test_idle_connections_per_replica_are_bounded() -> None:
     count = IDLE_CONNECTIONS_MAX + 20
     async with server(sends(OK)) as s:

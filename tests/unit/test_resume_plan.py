@@ -157,6 +157,7 @@ JSON = st.recursive(
 OBJECTS = st.dictionaries(st.text("abc{}\"' ", max_size=3), JSON, max_size=4)
 
 
+@pytest.mark.slow
 @given(OBJECTS, OBJECTS, SPACE, SPACE, st.sampled_from([None, 1, " "]))
 def test_spliced_fields_win_and_the_rest_stays(
     fields: dict[str, Any], more: dict[str, Any], before: str, after: str, indent: Any

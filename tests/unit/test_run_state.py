@@ -66,6 +66,7 @@ def test_everything_that_carries_the_mark_ends_and_nothing_else(start: Start, st
     assert unmarked.poll() is None
 
 
+@pytest.mark.slow
 def test_a_process_without_a_readable_mark_is_found_by_its_session(start: Start, state: RunState) -> None:
     leader = start(PARENT, own_session=True)
     led = led_by(state, leader)

@@ -306,6 +306,7 @@ def test_in_shadow_mode_and_switched_off_the_policy_does_not_act(mode: str, enab
     assert config.policy.policy_kwargs["acting"] is acting
 
 
+@pytest.mark.slow
 def test_the_policy_runs_in_a_process_that_does_not_have_the_project(tmp_path: Path) -> None:
     carried = _config().policy.get_serialized_policy_def()
     kwargs = _config().policy.policy_kwargs
@@ -325,6 +326,7 @@ def test_the_policy_runs_in_a_process_that_does_not_have_the_project(tmp_path: P
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_the_actor_s_shell_loads_in_a_process_that_does_not_have_the_project(tmp_path: Path) -> None:
     from deployments.controller_actor import controller_actor_config
 

@@ -279,6 +279,7 @@ def test_a_key_in_the_wrong_place_is_not_repeated_in_the_error(args: Any) -> Non
     assert "hush" not in only(args)
 
 
+@pytest.mark.slow
 def test_more_keys_than_the_bound_are_refused() -> None:
     many = [KEY_RECORD | {"id": f"k{n}"} for n in range(KEYS_MAX + 1)]
     assert len(Settings.load({"auth": {"keys": many[:-1]}}).auth.keys) == KEYS_MAX

@@ -93,6 +93,7 @@ def replicas_listed(*args: str) -> list[str]:
     return [line.split()[0] for line in lines if line.startswith("replica-")]
 
 
+@pytest.mark.slow
 def test_the_unwell_come_first_and_the_rest_is_counted(url: str) -> None:
     Gateway.answers.append((200, an_overview(100)))
     listed = replicas_listed("--url", url)

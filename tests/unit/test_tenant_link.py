@@ -111,6 +111,7 @@ def test_a_gateway_that_is_gone_has_nothing_in_flight_but_its_usage_stays() -> N
     assert (usage["requests"], usage["inflight_requests"], usage["inflight_tokens"]) == (3, 0, 0)
 
 
+@pytest.mark.slow
 def test_rows_are_bounded_and_the_sum_of_those_that_go_stays() -> None:
     controller = desk()
     gateways, rows = 60, ROWS_MAX // 50

@@ -58,6 +58,7 @@ def _attributes(span: OtlpSpan) -> dict[str, Any]:
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in span.attributes}
 
 
+@pytest.mark.slow
 def test_a_request_becomes_one_tree_of_spans_below_the_callers(collector: Collector) -> None:
     tracing = _tracing(collector)
     _, told = _ended(tracing, PARENT)
@@ -168,6 +169,7 @@ def test_a_gateway_ends_although_its_collector_does_not_answer(
     assert tracing.take_counts() == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_switched_off_nothing_of_opentelemetry_is_imported() -> None:
     program = (
         "import sys\n"

@@ -75,6 +75,7 @@ def test_a_ramp_is_followed_by_its_trend() -> None:
     assert play.used(3_000) == "holt"
 
 
+@pytest.mark.slow
 def test_a_day_that_comes_again_is_known_from_the_day_before() -> None:
     play = Play(day, 14_400, noise=0.1, seasons_s=(3_600.0,))
     below, over = play.judged(7_200)

@@ -267,6 +267,7 @@ def test_every_figure_of_the_inputs_is_a_plain_value() -> None:
     assert all(v is None or isinstance(v, int | float | str) for v in advice.inputs.values())
 
 
+@pytest.mark.slow
 def test_a_load_that_is_expected_is_asked_for_before_it_comes() -> None:
     world = World(1, replace(CONFIG, scaling=replace(CONFIG.scaling, seasons_s=(600.0,))))
     advices = []

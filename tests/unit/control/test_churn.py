@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from autoscaling.recommend import ReplicaScaler
 from policies.build import build_control
 from policies.config import PolicyConfig, ScalingConfig
@@ -20,6 +22,7 @@ REST_TICKS = 100
 """Longer than anything is held: freezes, foreign values, overrides, windows."""
 
 
+@pytest.mark.slow
 def test_ten_thousand_replicas_leave_no_trace() -> None:
     guard = GuardConfig(freeze_s=600.0, foreign_hold_s=600.0)
     config = PolicyConfig(scaling=ScalingConfig(replicas_min=1, replicas_max=100), guard=guard)

@@ -57,6 +57,7 @@ def test_a_fleet_that_is_full_is_not_blamed_for_a_load_that_grew() -> None:
     assert found["worse"] <= 0.02
 
 
+@pytest.mark.slow
 def test_beyond_a_third_more_or_less_load_nothing_is_said() -> None:
     assert verdicts({"share": 0.9, "demand": 40}, {"share": 0.3, "demand": 80})["overtaken"] == 1.0
     assert verdicts({"share": 0.9, "demand": 40}, {"share": 0.8, "demand": 20})["overtaken"] >= 0.99
@@ -130,6 +131,7 @@ def test_what_waits_has_not_met_its_promise() -> None:
     assert compare(stretch(rng, 0.9), hung, 0.05, costs=False).verdict is Verdict.WORSE
 
 
+@pytest.mark.slow
 def test_cost_counts_where_the_share_is_the_same_and_the_change_was_about_cost() -> None:
     dear, cheap = {"share": 0.95, "usd": 5.0}, {"share": 0.95, "usd": 4.0}
     assert verdicts(dear, cheap, costs=True)["better"] >= 0.9

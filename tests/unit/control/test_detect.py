@@ -153,6 +153,7 @@ def test_a_burn_says_which_objective_of_which_class() -> None:
     assert fast.text.startswith("interactive/ttft: 80.0% missed, 5.0% may")
 
 
+@pytest.mark.slow
 def test_a_slow_burn_needs_many_minutes_and_a_fast_one_does_not_follow() -> None:
     world = World()
     some = {"by_class": {"standard": ClassCounts(arrivals=20, succeeded=20, met=18, late_itl=2)}}

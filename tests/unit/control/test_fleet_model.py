@@ -130,6 +130,7 @@ def test_nothing_is_predicted_before_requests_were_seen_or_without_a_trusted_law
     assert watched(8, [replace(H200, samples=3)]).least(1, 4) is None
 
 
+@pytest.mark.slow
 def test_a_thousand_engines_are_no_other_law() -> None:
     model = watched(2_000, [H200] * 1_000, ticks=14)
     few = watched(8, [H200] * 4, ticks=14)

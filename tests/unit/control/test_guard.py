@@ -34,6 +34,7 @@ def test_a_change_that_does_harm_is_taken_back_within_30_ticks(seed: int) -> Non
     assert bad.realised["met_share_before"] > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_a_lever_that_does_harm_again_and_again_is_frozen_after_three_roll_backs(seed: int) -> None:
     rig = Rig(quiet_config(), [admission(every(1, 0.1))], knob_share({0.1: 0.6}), seed=seed)
@@ -300,6 +301,7 @@ def test_shadow_mode_changes_nothing_and_an_override_still_stands() -> None:
     assert (rig.results[-1].plan.mode, share_of(rig)) == (Mode.SHADOW, None)
 
 
+@pytest.mark.slow
 def test_somebody_elses_number_of_replicas_is_respected_and_said() -> None:
     rig = Rig(quiet_config(), [Scripted(Lever.REPLICAS, {REPLICAS: 4}, lambda now, _: {REPLICAS: 4})])
     rig.run(40)
@@ -328,6 +330,7 @@ def test_somebody_elses_knob_on_one_engine_is_respected_and_only_that_one() -> N
     assert len(rig.ticks_of("ForeignWriter")) == 1
 
 
+@pytest.mark.slow
 def test_engines_that_clip_what_they_are_asked_for_are_not_foreign() -> None:
     places: dict[Place, Value] = {(Knob.RUNNING_SEQS_MAX, f"r{i}"): 16 for i in range(1, 5)}
     rig = Rig(quiet_config(), [Scripted(Lever.BATCH, places, lambda now, _: dict.fromkeys(places, 1 + now // 20 % 30))])
@@ -345,6 +348,7 @@ def test_a_new_controller_finds_nothing_foreign_in_what_engines_already_follow()
     assert not rig.ticks_of("ForeignWriter")
 
 
+@pytest.mark.slow
 def test_what_is_remembered_of_replicas_that_are_gone_is_forgotten() -> None:
     swing = lambda now, values: dict.fromkeys(values, 8 + now % 2)  # noqa: E731
     lever = Scripted(Lever.BATCH, {}, swing)

@@ -44,6 +44,7 @@ def test_a_burst_that_ends_before_a_replica_could_help_buys_none() -> None:
     assert held[0].alternatives[0].predicted["met_share"] >= held[0].predicted["met_share"]
 
 
+@pytest.mark.slow
 def test_a_load_that_stays_is_bought_for_and_sold_when_it_goes() -> None:
     fleet = TinyFleet(CONFIG)
     fleet.run(60, ONE_PS * 0.5)
@@ -59,6 +60,7 @@ def test_a_load_that_stays_is_bought_for_and_sold_when_it_goes() -> None:
     assert "FewerSuffice" in [d.reason.code for d in decisions(fleet, "replicas")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("load", "seed"), [(0.5, 0), (0.9, 1), (1.3, 2), (1.7, 3)])
 def test_noise_of_a_fifth_turns_the_number_at_most_once_in_ten_minutes(load: float, seed: int) -> None:
     fleet = TinyFleet(CONFIG)

@@ -75,6 +75,7 @@ def test_the_reason_and_the_figures_of_a_rise_are_written_down() -> None:
     assert entry.target == "m"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_s", [0.0, 5.0, 90.0])
 def test_pending_replicas_count_so_a_slow_start_never_runs_away(start_s: float) -> None:
     fleet = TinyFleet(replace(CONFIG, scaling=replace(CONFIG.scaling, replicas_max=32, headroom=0.8)), start_s=start_s)
@@ -85,6 +86,7 @@ def test_pending_replicas_count_so_a_slow_start_never_runs_away(start_s: float) 
     assert rises == sorted(rises)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("load", "seed"), [(0.5, 0), (0.75, 1), (0.85, 2), (0.85, 3), (1.3, 4)])
 def test_noise_of_a_fifth_changes_direction_at_most_once_in_ten_minutes(load: float, seed: int) -> None:
     fleet = TinyFleet(CONFIG)
@@ -96,6 +98,7 @@ def test_noise_of_a_fifth_changes_direction_at_most_once_in_ten_minutes(load: fl
     assert turns <= 1
 
 
+@pytest.mark.slow
 def test_blind_holds_everything_and_sight_lets_go_again() -> None:
     fleet = TinyFleet(CONFIG)
     fleet.run(60, ONE_PS * 1.2)
@@ -112,6 +115,7 @@ def test_blind_holds_everything_and_sight_lets_go_again() -> None:
     assert fleet.target == 1
 
 
+@pytest.mark.slow
 def test_one_silent_replica_keeps_the_number_from_falling() -> None:
     fleet = TinyFleet(CONFIG)
     fleet.run(60, ONE_PS * 1.2)
@@ -208,6 +212,7 @@ def test_preemptions_brake_one_replica_and_the_ledger_says_so() -> None:
     assert entry.after["running_seqs_max"] == 12
 
 
+@pytest.mark.slow
 def test_in_a_large_fleet_tuners_take_turns_and_preemptions_do_not_wait_for_theirs() -> None:
     state = ControlState(CONFIG, FixedScaler(), "e")
     names = [f"r{i:03d}" for i in range(PER_TICK + 2)]
@@ -292,6 +297,7 @@ def test_a_lever_that_is_switched_off_has_no_opinion(family: str) -> None:
 # --- the ledger -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_steady_fleet_writes_nothing() -> None:
     fleet = TinyFleet(CONFIG)
     fleet.run(60, ONE_PS * 0.5)

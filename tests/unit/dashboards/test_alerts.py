@@ -52,6 +52,7 @@ def test_prometheus_reads_the_rules() -> None:
     assert f"{len(recordings()) + len(all_alerts())} rules found" in promtool("check", "rules", str(RULES))
 
 
+@pytest.mark.slow
 @needs_promtool
 @pytest.mark.parametrize("path", TESTS, ids=lambda p: p.name)
 def test_alerts_fire_when_they_should_and_only_then(path: Path) -> None:

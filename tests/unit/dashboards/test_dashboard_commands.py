@@ -175,6 +175,7 @@ def test_check_finds_a_stale_file(tmp_path: Path) -> None:
     assert "tidegate-fleet.json" in done.output.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_check_asks_prometheus_for_every_expression_and_variable(url: str) -> None:
     done = run("check", "--prometheus", url)
     assert done.exit_code == 0, done.output
@@ -184,6 +185,7 @@ def test_check_asks_prometheus_for_every_expression_and_variable(url: str) -> No
     assert sum("match[]" in query for query in asked) == 5
 
 
+@pytest.mark.slow
 def test_no_data_is_a_fault_unless_it_is_written_why(url: str) -> None:
     Server.without.add("tidegate_tasks_total")
     done = run("check", "--prometheus", url, "--json")

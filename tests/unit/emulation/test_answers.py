@@ -88,6 +88,7 @@ PROMPTS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(PROMPTS, WORDS, st.integers(1, 60), st.booleans(), st.integers(0, 80), st.integers(0, 3), st.booleans())
 def test_an_answer_goes_on_the_same_way_from_any_of_its_tokens(
     text: str, words: str, limit: int, endless: bool, least: int, seed: int, chat: bool

@@ -63,6 +63,7 @@ def test_versions_of_ray_agree() -> None:
             assert "".join(found) == ray, path.name
 
 
+@pytest.mark.slow
 def test_the_script_for_haproxy_is_written_and_leaves_ports_open(tmp_path: Path) -> None:
     script = tmp_path / "haproxy"
     command = [sys.executable, "-m", "deployments.haproxy", str(script)]

@@ -72,11 +72,13 @@ def ray_service() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(strict(json.loads(gzip.decompress(packed))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SERVICES)
 def test_kuberay_takes_every_key(name: str, ray_service: jsonschema.Draft202012Validator) -> None:
     assert [error.message for error in ray_service.iter_errors(service(name))] == []
 
 
+@pytest.mark.slow
 def test_a_key_that_kuberay_does_not_know_is_found(ray_service: jsonschema.Draft202012Validator) -> None:
     wrong = service("cpu-demo")
     wrong["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]["enviroment"] = []
@@ -86,6 +88,7 @@ def test_a_key_that_kuberay_does_not_know_is_found(ray_service: jsonschema.Draft
     assert [error.message for error in ray_service.iter_errors(wrong)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SERVICES)
 def test_pods_are_what_kubernetes_expects(name: str) -> None:
     for _, template in pods(name):
@@ -211,6 +214,7 @@ def anyscale_models() -> Any:
         del sys.path[-2:]
 
 
+@pytest.mark.slow
 def test_anyscales_sdk_takes_the_service() -> None:
     models = anyscale_models()
     loaded = yaml.safe_load((HOSTING / "anyscale/service.yaml").read_text())

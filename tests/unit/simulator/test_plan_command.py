@@ -27,6 +27,7 @@ def refused(result: Result) -> str:
     return lines[0]
 
 
+@pytest.mark.slow
 def test_a_plan_is_told_in_words_with_margins_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "save_run_plots", lambda folder, arms, objectives: [])  # test_sim_command draws those
     result = plan(LOAD, *H100, "--static", "--no-split", "--out", tmp_path)

@@ -120,6 +120,7 @@ def test_a_recording_of_a_simulated_fleet_replays_to_what_it_was(
     assert again["replicas_max"] == recorded["replicas_max"] > 1
 
 
+@pytest.mark.slow
 def test_changes_stand_beside_what_was_recorded(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     result = replay(folder, "--set", "scaling.replicas_max=1", "--router", "round_robin", "--json", out)
@@ -133,6 +134,7 @@ def test_changes_stand_beside_what_was_recorded(folder: Path, tmp_path: Path) ->
     assert recorded["name"] == "recorded"
 
 
+@pytest.mark.slow
 def test_a_gateway_s_recording_alone_needs_a_profile(folder: Path, tmp_path: Path) -> None:
     (gateway,) = folder.glob("gateway-*.jsonl")
     assert "name an engine profile (--profile)" in refused(replay(gateway))

@@ -69,6 +69,7 @@ def test_a_trace_is_played_faster_by_scale(tmp_path: Path) -> None:
     assert quick["span_s"] < plain["span_s"]
 
 
+@pytest.mark.slow
 def test_arms_and_seeds_are_compared_with_pictures(tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder"
     result = sim(LOAD, "--replicas", 2, "--compare", "tidegate,round_robin", "--seed", 1, "--seed", 2, "--out", out)
