@@ -156,7 +156,7 @@ class Lines(logging.Handler):
 @pytest.fixture
 def log() -> Iterator[Lines]:
     logger, lines = logging.getLogger("ray.serve"), Lines()
-    level = logger.level
+    level, logger.disabled = logger.level, False  # import-linter, run in this process before, disables all loggers
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)
     yield lines
