@@ -133,7 +133,7 @@ CONDITIONS: tuple[ConditionSpec, ...] = (
         begin="full share x N / (N - 1) < 0.5 by the step law (by the busy share without one), no queue, N > "
         "replicas_min",
         end="> 0.6, or a queue, or N <= replicas_min",
-        on_ticks=5,
+        on_ticks=15,
         off_ticks=3,
         detect_s=30,
         scenario="load falls to a tenth of what the fleet carries",
