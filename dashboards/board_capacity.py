@@ -28,7 +28,7 @@ def _cost() -> tuple[Part, ...]:
             "Mean busy share",
             "Time inside engine steps, all replicas.",
             "percentunit",
-            f"avg({worst('replica_busy_share', ('replica',))})",
+            f"avg({worst('replica_busy_share', ('replica',))} >= 0)",
         ),
     )
 

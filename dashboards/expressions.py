@@ -181,12 +181,17 @@ def absence(name: str) -> str:
     return ABSENCES.get("objective_missed_total" if recorded else name.removeprefix(PREFIX), "")
 
 
-def judge(expression: Expression, series: int, has_data: Mapping[str, bool]) -> Answer:
-    """The answer to an expression that gave ``series`` values; ``has_data``: of each metric it reads, alone."""
+def judge(expression: Expression, series: int, has_data: Mapping[str, bool], unknown: int = 0) -> Answer:
+    """The answer to an expression that gave ``series`` values and ``unknown`` times NaN.
+
+    ``has_data``: of each metric it reads, alone.
+    """
     if series:
         return Answer(expression, series)
     missing = [name for name in expression.metrics if not has_data[name]]
     reasons = [absence(name) for name in missing]
     if missing:
         return Answer(expression, 0, "; ".join(dict.fromkeys(reasons)) if all(reasons) else "")
+    if unknown and ("/" in expression.text or "histogram_quantile" in expression.text):
+        return Answer(expression, 0, f"nothing of it happened within {WINDOW}")
     return Answer(expression, 0, "its metrics have values, none of them is one of these" if expression.filters else "")

@@ -69,9 +69,10 @@ def answers(prometheus: Prometheus, expressions: Iterable[Expression]) -> list[A
 
     found = []
     for expression in expressions:
-        series = with_value(prometheus.values(expression.concrete()))
+        values = prometheus.values(expression.concrete())
+        series = with_value(values)
         known = {} if series else {metric: has_data(metric) for metric in expression.metrics}
-        found.append(judge(expression, series, known))
+        found.append(judge(expression, series, known, len(values) - series))
     return found
 
 

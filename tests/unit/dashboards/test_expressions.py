@@ -40,6 +40,14 @@ def test_nan_is_no_value() -> None:
     assert with_value([math.nan, 0.0, 1.0]) == 2
 
 
+def test_a_share_of_nothing_is_no_fault_and_another_nan_is() -> None:
+    share = Expression("x", "tidegate_tasks_total / tidegate_open_tasks")
+    plain = Expression("x", "avg(tidegate_open_tasks)")
+    assert judge(share, 0, dict.fromkeys(share.metrics, True), unknown=1).fine
+    assert not judge(share, 0, dict.fromkeys(share.metrics, True)).fine
+    assert not judge(plain, 0, dict.fromkeys(plain.metrics, True), unknown=1).fine
+
+
 @pytest.mark.parametrize(
     ("text", "series", "has_data", "fine"),
     [
