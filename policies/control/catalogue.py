@@ -130,9 +130,9 @@ CONDITIONS: tuple[ConditionSpec, ...] = (
     ConditionSpec(
         name="over_provisioned",
         title="One replica fewer would do",
-        begin="full share x N / (N - 1) < 0.5 by the step law (by the busy share without one), no queue, N > "
+        begin="full share x N / (N - 1) < 0.4 by the step law (by the busy share without one), no queue, N > "
         "replicas_min",
-        end="> 0.6, or a queue, or N <= replicas_min",
+        end="> 0.5, or a queue, or N <= replicas_min",
         on_ticks=15,
         off_ticks=3,
         detect_s=30,

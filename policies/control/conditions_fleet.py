@@ -23,7 +23,7 @@ from policies.control.peers import Comparison
 from policies.control.signals import ReplicaSignals
 from policies.types import StepCoefficients
 
-SPARE_HIGH, SPARE_LOW = 0.5, 0.6
+SPARE_HIGH, SPARE_LOW = 0.4, 0.5
 """How full one replica fewer would be, below which it can go."""
 
 GAP_QUEUE_EACH = 2.0

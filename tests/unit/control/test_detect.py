@@ -352,11 +352,11 @@ def test_over_provisioned_needs_a_replica_to_spare_and_no_queue() -> None:
             )
         return world.active("over_provisioned")
 
-    assert after(2, 0.2)
-    assert not after(2, 0.4)
+    assert after(2, 0.15)
+    assert not after(2, 0.25)
     assert not after(1, 0.0)
-    assert not after(2, 0.2, waiting=3)
-    assert after(4, 0.3)
+    assert not after(2, 0.15, waiting=3)
+    assert after(4, 0.25)
 
 
 def test_how_full_a_fleet_is_comes_from_the_step_law_not_from_the_busy_share() -> None:
