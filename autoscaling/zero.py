@@ -129,9 +129,10 @@ class ZeroRule:
         return self._rest(1, ColdPhase.STARTING, Reason("Woken", "a request came for a model that sleeps"), now_ns)
 
     def _starting(self, signals: Signals, target: int, now_ns: int) -> Rest:
+        woken_long_ago = self._since_ns is not None and now_ns - self._since_ns > self._start_s * 1e9
+        if self._since_ns is None or (woken_long_ago and not self._dark):
+            self._since_ns = now_ns  # whoever served until now died: this start is not the one of that wake
         self._dark = True
-        if self._since_ns is None:
-            self._since_ns = now_ns
         self._expect(signals)
         took_s = (now_ns - self._since_ns) / 1e9
         failed = signals.starts.failed_in_a_row - self._failed_before

@@ -206,6 +206,18 @@ def test_a_wake_that_finds_a_replica_still_serving_is_no_start() -> None:
     assert (rest.replicas, rest.cold.start_s) == (0, 25.0)
 
 
+def test_a_replica_that_dies_long_after_a_wake_that_found_one_serving_is_started_anew() -> None:
+    world = World()
+    world.asleep()
+    world.second(gateway={"arrivals": 1})
+    world.running = 1
+    world.seconds(CONFIG.start_s_max + 100, gateway={"arrivals": 1})
+    world.running = 0
+    rests = [rest for _ in range(40) if (rest := world.second(gateway={"inflight": 1})) is not None]
+    assert {(rest.replicas, rest.reason.code) for rest in rests} == {(1, "Starting")}
+    assert rests[-1].cold.elapsed_s < 40
+
+
 @pytest.mark.parametrize("refused", [0, 1])
 def test_it_stays_awake_for_those_that_were_told_to_come_again(refused: int) -> None:
     world = World()
