@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,11 +20,12 @@ from deployments.recording import open_ledger
 from deployments.settings import Settings
 from policies.steering import Verdict
 from policies.types import Decision, Reason
+from tests.unit.json_http import JsonHandler, listening
 
 KEY = "tg-0123-secretsecret"
 
 
-class Gateway(BaseHTTPRequestHandler):
+class Gateway(JsonHandler):
     """Answers what the test put into ``answers``; keeps what it was asked."""
 
     answers: ClassVar[dict[tuple[str, str], tuple[int, Any]]] = {}
@@ -37,27 +36,16 @@ class Gateway(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(length)) if length else None
         self.asked.append((self.command, self.path, body, self.headers.get("authorization")))
         status, value = self.answers[self.command, self.path.partition("?")[0]]
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        self.send(status, value)
 
     do_GET = do_POST = do_DELETE = _answer  # noqa: N815  (the base class's names)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (likewise)
-        pass
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
     Gateway.answers.clear()
     Gateway.asked.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    yield from listening(Gateway)
 
 
 def run(*args: str, env: dict[str, str] | None = None) -> Result:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
@@ -19,39 +17,29 @@ from deployments.recent_requests import RecentRequests
 from deployments.request_log import RequestRecord
 from policies.types import Priority, Reason
 from tests.page_stand import Stand
+from tests.unit.json_http import JsonHandler, listening
 
 MS = 1_000_000
 NOT_HERE = {"error": {"message": "Gateway b does not have this request.", "code": "request_not_found"}}
 
 
-class Gateway(BaseHTTPRequestHandler):
+class Gateway(JsonHandler):
     """Gives the next of ``answers``, the last one again and again."""
 
     answers: ClassVar[list[tuple[int, Any]]] = []
     asked: ClassVar[list[str]] = []
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802  (the base class's name)
         self.asked.append(self.path)
         status, value = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (the base class's name)
-        pass
+        self.send(status, value)
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
     Gateway.answers.clear()
     Gateway.asked.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    yield from listening(Gateway)
 
 
 def run(*args: str) -> Result:
