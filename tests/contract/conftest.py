@@ -17,6 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests import loopback
+
 ROOT = Path(__file__).parents[2]
 MODEL_NAME = "smollm2-135m-instruct"
 EMULATED_START_S = 30
@@ -49,7 +51,7 @@ def serve_until_done(command: list[str], port: int, start_s: float, env: dict[st
 
 def _healthy(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=2).status_code == 200
+        return loopback.get(f"{url}/health", timeout=2).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from tests import loopback
 from tests.contract.cases import CASES, MODEL, Case
 from tests.contract.shape import answer_shape
 
@@ -36,7 +37,7 @@ def main(url: str, model: str, out: str, raw: str = "") -> None:
     """Ask all cases and write their shapes, one case a line."""
     shapes: dict[str, Any] = {}
     whole: dict[str, Any] = {}
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+    with loopback.Client(base_url=url, timeout=TIMEOUT_S) as client:
         for case in CASES:
             try:
                 r = ask(client, case, model)

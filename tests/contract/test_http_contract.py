@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import loopback
 from tests.contract.cases import CASES, Case
 from tests.contract.conftest import MODEL_NAME
 from tests.contract.record import TIMEOUT_S, ask_shape
@@ -20,13 +21,13 @@ NAMES = [case.name for case in CASES]
 
 @pytest.fixture(scope="session")
 def emulated(emulated_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=emulated_url, timeout=TIMEOUT_S) as client:
+    with loopback.Client(base_url=emulated_url, timeout=TIMEOUT_S) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def vllm(vllm_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=vllm_url, timeout=TIMEOUT_S) as client:
+    with loopback.Client(base_url=vllm_url, timeout=TIMEOUT_S) as client:
         yield client
 
 

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from tests import loopback
 from tests.contract.conftest import EMULATED_START_S, ROOT, free_port, serve_until_done
 
 SETTINGS = '{"step": {"a_ms": 3, "b_ms": 0, "c_ms": 0, "d_ms": 0}}'
@@ -28,13 +29,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def faults(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=20) as client:
+    with loopback.Client(base_url=url, timeout=20) as client:
         yield client
         client.post("/emulation/faults", json={"kind": "none", "after_tokens": 0, "signals": "ok"})
 
 
 def metric(url: str, name: str) -> float:
-    page = httpx.get(f"{url}/metrics").text
+    page = loopback.get(f"{url}/metrics").text
     return float(next(line.rsplit(" ", 1)[1] for line in page.split("\n") if line.startswith(f"{name}{{")))
 
 
@@ -92,13 +93,13 @@ def test_closed_socket_aborts_the_work(url: str, stream: bool) -> None:
     aborted = metric(url, "emulated:requests_aborted_total")
     body = {"messages": USER, "max_tokens": 2_000, "ignore_eos": True, "stream": stream}
     if stream:
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+        with loopback.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
             lines = answer.iter_lines()
             for _ in range(6):
                 next(lines)
     else:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=httpx.Timeout(5, read=0.2))
+            loopback.post(f"{url}/v1/chat/completions", json=body, timeout=httpx.Timeout(5, read=0.2))
     deadline = time.monotonic() + 5
     while metric(url, "vllm:num_requests_running") and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -130,12 +131,12 @@ def test_die_marker_ends_the_process_with_its_status(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{port}"
         for _ in range(300):
             try:
-                httpx.get(f"{url}/health")
+                loopback.get(f"{url}/health")
                 break
             except httpx.HTTPError:
                 time.sleep(0.1)
         with pytest.raises(httpx.HTTPError):
-            httpx.post(f"{url}/v1/completions", json={"prompt": "some poison"}, timeout=10)
+            loopback.post(f"{url}/v1/completions", json={"prompt": "some poison"}, timeout=10)
         assert process.wait(10) == 13
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from deployments.knobs import EngineGauges, StepRecord
 from policies.types import Knobs
+from tests import loopback
 
 APP = "tidegate-engine-test"
 MODEL_NAME = "smollm2-135m-instruct"
@@ -117,5 +118,5 @@ async def engine(running_engine: Engine) -> Engine:
 async def client(running_engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"x-tidegate-gate": running_engine.gate}
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=running_engine.url, headers=headers, timeout=120, limits=limits) as c:
+    async with loopback.AsyncClient(base_url=running_engine.url, headers=headers, timeout=120, limits=limits) as c:
         yield c

@@ -22,6 +22,7 @@ from deployments.settings import Settings
 from policies.control.loop import ControlState, tick
 from policies.steering import ANY, Knob, Override
 from policies.types import Plan, ReplicaReport
+from tests import loopback
 
 PIN_MS = 3_600_000.0
 REPORTS_KEPT = 1_000
@@ -99,7 +100,7 @@ class Steered:
 
     def client(self) -> httpx.AsyncClient:
         """A client of the replica's port."""
-        return httpx.AsyncClient(base_url=self.url, headers={"x-tidegate-gate": self.gate}, timeout=600)
+        return loopback.AsyncClient(base_url=self.url, headers={"x-tidegate-gate": self.gate}, timeout=600)
 
     async def stream(self, client: httpx.AsyncClient, prompt: str, tokens: int, temperature: float = 0.0) -> Stream:
         """Complete ``prompt`` by exactly ``tokens`` tokens."""

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from policies.types import Knobs
+from tests import loopback
 from tests.engine.conftest import APP, MODEL_NAME, RUNNING_SEQS, STEP_TOKENS, STUCK_AFTER_S, Engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
@@ -70,7 +71,7 @@ async def test_the_model_has_the_configured_name(client: httpx.AsyncClient) -> N
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", CHAT, "/docs", "/nothing"])
 @pytest.mark.parametrize("token", [None, "wrong"])
 async def test_nothing_is_served_without_the_token(running_engine: Engine, path: str, token: str | None) -> None:
-    async with httpx.AsyncClient(headers={"x-tidegate-gate": token} if token else {}) as stranger:
+    async with loopback.AsyncClient(headers={"x-tidegate-gate": token} if token else {}) as stranger:
         for method in ("GET", "POST"):
             response = await stranger.request(method, running_engine.url + path)
             assert response.status_code == 403

@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.emulated_engine import build_emulated_deployment
 from deployments.gate import GATE_HEADER
 from deployments.settings import Settings
+from tests import loopback
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(180)]
 
@@ -72,7 +73,7 @@ def door(handle: DeploymentHandle[Any]) -> httpx.Client:
     """Client that passes the gate of the only replica."""
     metadata = call(handle, "record_replica_metadata")
     headers = {GATE_HEADER: metadata["gate"]}
-    return httpx.Client(base_url=f"http://{metadata['endpoint']}", headers=headers, timeout=20)
+    return loopback.Client(base_url=f"http://{metadata['endpoint']}", headers=headers, timeout=20)
 
 
 def test_it_starts_after_the_starts_that_were_told_to_fail(engine: DeploymentHandle[Any]) -> None:

@@ -6,12 +6,12 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from ray import serve
 
 from deployments import gateway
 from deployments.app import build
+from tests import loopback
 from tests.serve.gateway.conftest import ARGS, MODEL, System, free_port, start_cluster, stop_cluster, until
 from tests.serve.gateway.test_gateway_clients_leave import LONG, message
 
@@ -31,14 +31,14 @@ def system() -> Iterator[System]:
             start_cluster(port, ENV)
             handle = serve.run(build(ARGS), name=APP, route_prefix="/below")
             running = System(f"http://127.0.0.1:{port}/below", handle, serve.get_deployment_handle("Engine", APP))
-            until(lambda: httpx.get(f"{running.url}/health").status_code == 200, "a ready replica")
+            until(lambda: loopback.get(f"{running.url}/health").status_code == 200, "a ready replica")
             yield running
         finally:
             stop_cluster(ENV)
 
 
 def test_answers_streams_and_errors(system: System) -> None:
-    with httpx.Client(base_url=system.url, timeout=30) as client:
+    with loopback.Client(base_url=system.url, timeout=30) as client:
         answer = client.post("/v1/chat/completions", json=CHAT)
         assert answer.status_code == 200
         assert answer.json()["id"] == f"chatcmpl-{answer.headers.get_list('x-request-id')[0]}"

@@ -22,6 +22,7 @@ from ray.cluster_utils import Cluster
 from deployments.app import build
 from deployments.haproxy import BINARY, stand_before
 from deployments.hosting.leave import RayNode, nodes_here, replicas_of
+from tests import loopback
 from tests.serve.gateway import conftest as gateway
 from tests.serve.gateway.conftest import MODEL, PORTS, ROOT, free_port, until
 
@@ -59,7 +60,7 @@ class Load:
     def _ask(self, body: dict[str, Any]) -> None:
         while not self.over.is_set():
             try:
-                answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+                answer = loopback.post(f"{self.url}/v1/completions", json=body, timeout=60)
                 whole = not body.get("stream") or answer.text.count("data: ") > 300
                 good = answer.status_code == 200 and whole and '"error"' not in answer.text
                 self.ended.append("good" if good else f"{answer.status_code}: {answer.text[-200:]}")

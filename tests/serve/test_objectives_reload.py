@@ -13,6 +13,7 @@ from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.simulation.recordings import find_writers
+from tests import loopback
 from tests.serve.gateway.conftest import free_port, start_cluster, stop_cluster, until
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
@@ -63,13 +64,13 @@ def url(ledger: Path) -> Iterator[str]:
 
 def ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+        return loopback.get(f"{url}/health", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
 
 
 def state(url: str) -> dict[str, Any]:
-    answer = httpx.get(f"{url}/control/state", timeout=20)
+    answer = loopback.get(f"{url}/control/state", timeout=20)
     found: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
     return found
 
@@ -97,7 +98,7 @@ def test_objectives_change_while_it_runs_and_broken_ones_do_no_harm(url: str, le
     assert after["objectives"]["ttft_ms"] == 700
     assert (after["epoch"], after["pid"]) == (before["epoch"], before["pid"])
     assert ready(url)
-    page = httpx.get(f"{url}/metrics", timeout=20).text
+    page = loopback.get(f"{url}/metrics", timeout=20).text
     assert 'tidegate_objectives_reloads_total{result="refused"} 1.0' in page
     assert 'tidegate_objectives_reloads_total{result="ok"} 2.0' in page  # the same gateway took both
 
@@ -108,7 +109,7 @@ def test_objectives_change_while_it_runs_and_broken_ones_do_no_harm(url: str, le
 
 def test_the_controller_writes_its_ledger_into_the_folder(url: str, ledger: Path) -> None:
     asked = {"knob": "step_tokens_max", "value": 256, "expires_in_s": 60}
-    held = httpx.post(f"{url}/control/overrides", json=asked, timeout=20).json()
+    held = loopback.post(f"{url}/control/overrides", json=asked, timeout=20).json()
     assert held["value"] == 256
     until(lambda: any("OverrideSet" in path.read_text() for path in ledger.glob("ledger-*.jsonl")), "the decision")
     (writer,) = find_writers([ledger], lambda _: None)

@@ -17,6 +17,7 @@ from autoscaling.simulator.replay import Replayed, Writer, replay_decisions
 from deployments import gateway
 from deployments.app import build
 from deployments.simulation.recordings import find_writers, read_writer
+from tests import loopback
 from tests.serve.gateway.conftest import ARGS, MODEL, free_port, start_cluster, stop_cluster, until
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(240)]
@@ -69,7 +70,7 @@ async def chat(client: httpx.AsyncClient, number: int, turn: int) -> int:
 async def load(url: str) -> Counter[int]:
     """Statuses that clients got who ask until the controller has decided; one more leaves in the middle."""
     decided = asyncio.Event()
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with loopback.AsyncClient(base_url=url, timeout=60) as client:
 
         async def one(number: int) -> list[int]:
             found: list[int] = []
@@ -107,12 +108,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         try:
             start_cluster(port, ENV)
             serve.run(build(args(path)), name=APP, route_prefix="/")
-            until(lambda: httpx.get(f"{url}/health").status_code == 200, "a ready replica")
+            until(lambda: loopback.get(f"{url}/health").status_code == 200, "a ready replica")
             answers = asyncio.run(load(url))
             assert set(answers) == {200}
             until(lambda: dropped(url)["ok"] > answers[200], "lines written")
             assert dropped(url)["dropped"] == 0
-            told = httpx.get(f"{url}/control/decisions").json()
+            told = loopback.get(f"{url}/control/decisions").json()
         finally:
             stop_cluster(ENV)
     return Run(path, answers[200], told)
@@ -120,7 +121,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def dropped(url: str) -> dict[str, float]:
     """Lines of the gateway's recording by result."""
-    page = httpx.get(f"{url}/metrics").text
+    page = loopback.get(f"{url}/metrics").text
     found = [line for line in page.splitlines() if line.startswith("tidegate_recording_lines_total{")]
     return {line.split('"')[1]: float(line.split()[-1]) for line in found}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from ray import serve
 
 from deployments import gateway
 from deployments.app import build
+from tests import loopback
 from tests.serve.gateway.conftest import MODEL, free_port, start_cluster, stop_cluster, until
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
@@ -55,7 +55,7 @@ def replicas() -> dict[str, int]:
 
 def cold(url: str) -> dict[str, Any]:
     """What the plan says of a model that sleeps or starts; empty: it says nothing, or nobody answers."""
-    answer = httpx.get(f"{url}/control/state", timeout=20)
+    answer = loopback.get(f"{url}/control/state", timeout=20)
     plan = answer.json().get("plan") if answer.status_code == 200 else None
     return (plan or {}).get("cold") or {}
 
@@ -67,10 +67,10 @@ def test_it_sleeps_wakes_for_a_request_alone_and_cuts_nothing(url: str) -> None:
     assert asleep["measured"]
     for _ in range(3):
         for path in ("/health", "/v1/models", "/metrics", "/control/state"):
-            assert httpx.get(f"{url}{path}", timeout=20).status_code == 200
-    assert httpx.post(f"{url}/v1/completions", json=BODY | {"model": "another"}, timeout=20).status_code == 404
+            assert loopback.get(f"{url}{path}", timeout=20).status_code == 200
+    assert loopback.post(f"{url}/v1/completions", json=BODY | {"model": "another"}, timeout=20).status_code == 404
     assert replicas() == {}, "a question to the gateway is no request"
-    answer = httpx.post(f"{url}/v1/completions", json=BODY, timeout=120)
+    answer = loopback.post(f"{url}/v1/completions", json=BODY, timeout=120)
     assert answer.status_code == 200
     assert "[DONE]" in answer.text
     assert answer.text.count("data: ") > TOKENS, "longer than it may be idle, and whole"

@@ -16,6 +16,7 @@ import pytest
 from ray import serve
 
 from deployments.app import build
+from tests import loopback
 from tests.serve.gateway.conftest import (
     ENV,
     MODEL,
@@ -63,7 +64,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 def metric(system: System, name: str, labels: str = "") -> float:
     """Sum of one metric's samples whose labels contain ``labels``."""
-    page = httpx.get(f"{system.url}/metrics", timeout=20).text
+    page = loopback.get(f"{system.url}/metrics", timeout=20).text
     found = re.findall(rf"^{name}(\{{[^}}]*\}})? ([0-9.eE+-]+)$", page, re.MULTILINE)
     return sum(float(value) for label, value in found if labels in label)
 
@@ -93,7 +94,7 @@ def all_serve(system: System) -> bool:
     """Every engine is there and gets requests."""
     before = by_replica(system, "requests")
     answers = at_once(
-        REPLICAS * 4, lambda n: httpx.post(system.url + COMPLETIONS, json=completion(f"{n} ok", 20), timeout=60)
+        REPLICAS * 4, lambda n: loopback.post(system.url + COMPLETIONS, json=completion(f"{n} ok", 20), timeout=60)
     )
     now = by_replica(system, "requests")
     served = [name for name, count in now.items() if count > before.get(name, 0)]
@@ -115,7 +116,7 @@ def system() -> Iterator[System]:
 
 @pytest.fixture
 def client(system: System) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=system.url, timeout=60) as http:
+    with loopback.Client(base_url=system.url, timeout=60) as http:
         yield http
 
 

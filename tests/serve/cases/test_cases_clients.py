@@ -10,6 +10,7 @@ import time
 import httpx
 import pytest
 
+from tests import loopback
 from tests.serve.cases.conftest import (
     COMPLETIONS,
     INDEX_MAX,
@@ -49,7 +50,7 @@ def test_case_1_three_rounds_of_dropped_clients_leave_no_slot_taken(system: Syst
         at_once(100, drop)
         until(system.idle, "no slot taken at gateway and engines", 60)
         assert metric(system, "tidegate_queued_requests") == 0
-        good = at_once(8, lambda n: httpx.post(system.url + COMPLETIONS, json=completion(f"{n} ok"), timeout=30))
+        good = at_once(8, lambda n: loopback.post(system.url + COMPLETIONS, json=completion(f"{n} ok"), timeout=30))
         assert [answer.status_code for answer in good] == [200] * 8
     assert system.total("tokens_after_abort") == 0
 
@@ -83,7 +84,7 @@ def test_case_9_many_unique_prompts_aborts_and_faults_leave_nothing_behind(syste
                 time.sleep(luck / 10)
             return 0
         try:
-            return httpx.post(system.url + COMPLETIONS, json=body, timeout=60).status_code
+            return loopback.post(system.url + COMPLETIONS, json=body, timeout=60).status_code
         except httpx.RemoteProtocolError:  # cut in the middle of a whole answer: the client is told so
             return 0
 

@@ -10,6 +10,7 @@ import pytest
 from ray import serve
 
 from deployments.app import build
+from tests import loopback
 from tests.serve.cases.conftest import (
     APP,
     ARGS,
@@ -51,7 +52,7 @@ def test_case_8_a_prefix_that_all_share_does_not_gather_them_on_one_replica(syst
         body = body_of(paths[n % 4], f"{prefix} {n}", n % 8 < 4)
         for name in ("max_tokens", "max_output_tokens"):
             body |= {name: tokens} if name in body else {}
-        return httpx.post(system.url + paths[n % 4], json=body, timeout=60).status_code
+        return loopback.post(system.url + paths[n % 4], json=body, timeout=60).status_code
 
     statuses = at_once(64, ask)
     now = by_replica(system, "requests")
@@ -77,7 +78,7 @@ def test_case_15_far_above_capacity_the_rest_is_refused_at_once_and_told_when_to
     watcher = threading.Thread(target=watch)
     watcher.start()
     answers = at_once(
-        160, lambda n: httpx.post(system.url + COMPLETIONS, json=completion(f"{n} far above", 20), timeout=90)
+        160, lambda n: loopback.post(system.url + COMPLETIONS, json=completion(f"{n} far above", 20), timeout=90)
     )
     over.set()
     watcher.join()
@@ -97,10 +98,10 @@ def test_case_15_far_above_capacity_the_rest_is_refused_at_once_and_told_when_to
 def test_case_17_a_rolling_update_cuts_no_stream_and_refuses_nobody(system: System) -> None:
     old = set(by_replica(system, "requests"))
     body = completion("long", 1_200, stream=True)
-    calm = httpx.post(system.url + COMPLETIONS, json=body, timeout=90).text
+    calm = loopback.post(system.url + COMPLETIONS, json=body, timeout=90).text
     found: list[httpx.Response] = []
     threads = [
-        threading.Thread(target=lambda: found.append(httpx.post(system.url + COMPLETIONS, json=body, timeout=120)))
+        threading.Thread(target=lambda: found.append(loopback.post(system.url + COMPLETIONS, json=body, timeout=120)))
         for _ in range(8)
     ]
     for thread in threads:
@@ -111,7 +112,7 @@ def test_case_17_a_rolling_update_cuts_no_stream_and_refuses_nobody(system: Syst
     update.start()
     statuses: list[int] = []
     while update.is_alive():
-        statuses.append(httpx.post(system.url + COMPLETIONS, json=completion("short"), timeout=60).status_code)
+        statuses.append(loopback.post(system.url + COMPLETIONS, json=completion("short"), timeout=60).status_code)
     for thread in threads:
         thread.join()
     assert set(statuses) == {200}
@@ -134,7 +135,9 @@ def test_case_19_short_requests_go_past_one_long_prompt(system: System) -> None:
     where: dict[int, str] = {}
 
     def ask(n: int, prompt: str) -> None:
-        with httpx.stream("POST", system.url + COMPLETIONS, json=completion(prompt, 3, stream=True), timeout=90) as got:
+        with loopback.stream(
+            "POST", system.url + COMPLETIONS, json=completion(prompt, 3, stream=True), timeout=90
+        ) as got:
             got.read()
             order.append(n)
             where[n] = got.headers.get("x-tidegate-replica", f"refused: {got.status_code}")

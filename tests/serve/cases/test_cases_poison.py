@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
+from tests import loopback
 from tests.serve.cases.conftest import COMPLETIONS, REPLICAS, completion
 from tests.serve.gateway.conftest import System, until
 
@@ -26,12 +26,12 @@ def killable(system: System) -> Iterator[System]:
 def test_case_11_a_request_that_kills_engines_kills_two_at_most_however_often_it_is_sent(killable: System) -> None:
     pids = {c["pid"] for c in killable.counters()}
     bad = completion("some poison", 20)
-    first = httpx.post(killable.url + COMPLETIONS, json=bad, timeout=60)
+    first = loopback.post(killable.url + COMPLETIONS, json=bad, timeout=60)
     assert first.status_code in {502, 503}
-    repeated = [httpx.post(killable.url + COMPLETIONS, json=bad, timeout=60) for _ in range(5)]
+    repeated = [loopback.post(killable.url + COMPLETIONS, json=bad, timeout=60) for _ in range(5)]
     assert {answer.status_code for answer in repeated} == {422}
     assert {answer.json()["error"]["code"] for answer in repeated} == {"quarantined"}
-    good = [httpx.post(killable.url + COMPLETIONS, json=completion(f"{n} good"), timeout=60) for n in range(10)]
+    good = [loopback.post(killable.url + COMPLETIONS, json=completion(f"{n} good"), timeout=60) for n in range(10)]
     assert [answer.status_code for answer in good] == [200] * 10
     until(lambda: len(survivors(killable)) == REPLICAS, "all engines are back", 90)
     assert len(pids - survivors(killable)) <= KILLED_MAX

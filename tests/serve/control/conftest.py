@@ -13,6 +13,7 @@ from ray import serve
 
 from deployments import gateway
 from deployments.app import build
+from tests import loopback
 from tests.serve.gateway.conftest import MODEL, System, free_port, start_cluster, stop_cluster, until
 
 APP = "control"
@@ -65,7 +66,7 @@ class Load:
 
     def _ask(self, number: int) -> None:
         turn = 0
-        with httpx.Client(base_url=self._url, timeout=60) as client:
+        with loopback.Client(base_url=self._url, timeout=60) as client:
             while not self._over.is_set():
                 text = f"client {number}, turn {turn}: " + "name a river. " * 5
                 messages = [{"role": "user", "content": text}]
@@ -82,7 +83,7 @@ class Load:
 def get(system: System, path: str) -> Any:
     """JSON of ``/control/...``; ``None`` while no controller answers."""
     try:
-        answer = httpx.get(f"{system.url}/control/{path}", timeout=20)
+        answer = loopback.get(f"{system.url}/control/{path}", timeout=20)
     except httpx.TimeoutException:
         return None
     return answer.json() if answer.status_code == 200 else None
@@ -155,5 +156,5 @@ def calm(system: System) -> Iterator[None]:
     """After each test no fault stays on, nothing is set by hand and nothing is open."""
     yield
     until(lambda: system.try_faults(**FAULTLESS), "engines that answer")
-    until(lambda: httpx.delete(f"{system.url}/control/overrides", timeout=20).status_code == 200, "no overrides")
+    until(lambda: loopback.delete(f"{system.url}/control/overrides", timeout=20).status_code == 200, "no overrides")
     until(system.idle, "nothing is open")

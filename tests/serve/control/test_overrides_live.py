@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import loopback
 from tests.serve.control.conftest import WITHIN_S, Load, decisions, fault_at, get, last_seq
 from tests.serve.gateway.conftest import ROOT, System, until
 
@@ -34,7 +35,7 @@ def at_work(system: System) -> str | None:
 
 
 def put(system: System, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{system.url}/control/{path}", json=body, timeout=20)
+    return loopback.post(f"{system.url}/control/{path}", json=body, timeout=20)
 
 
 def test_an_override_outlives_the_controller_and_ends_when_it_is_taken_back(system: System) -> None:
@@ -58,7 +59,7 @@ def test_an_override_outlives_the_controller_and_ends_when_it_is_taken_back(syst
         until(lambda: (get(system, "state") or {"tick": 0})["tick"] > 10, "ten more ticks", WITHIN_S)
         assert step_tokens(system)[target] == BY_HAND
         assert get(system, "state")["plan"]["knobs"][target]["step_tokens_max"] == BY_HAND
-        gone = httpx.delete(f"{system.url}/control/overrides/{made.json()['id']}", timeout=20)
+        gone = loopback.delete(f"{system.url}/control/overrides/{made.json()['id']}", timeout=20)
         assert gone.status_code == 200, gone.text
         until(lambda: step_tokens(system).get(target) not in (None, BY_HAND), "the tuner's own value", WITHIN_S)
     assert get(system, "overrides")["data"] == []

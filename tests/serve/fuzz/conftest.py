@@ -13,6 +13,7 @@ import pytest
 from ray import serve
 
 from deployments.app import build
+from tests import loopback
 from tests.serve.fuzz.wire import connect, send
 from tests.serve.gateway.conftest import ARGS as GATEWAY_ARGS
 from tests.serve.gateway.conftest import ENV as GATEWAY_ENV
@@ -58,7 +59,7 @@ class Target:
     def well(self) -> None:
         """Nobody died, a good request is answered, nothing is open."""
         assert serve_pids() == self.pids
-        answer = httpx.post(f"{self.system.url}/v1/chat/completions", json=CHAT, timeout=30)
+        answer = loopback.post(f"{self.system.url}/v1/chat/completions", json=CHAT, timeout=30)
         assert answer.status_code == 200, answer.text
         until(self.system.idle, "everything given back", 60)
 
@@ -138,7 +139,7 @@ def system(target: Target) -> System:
 
 @pytest.fixture
 def client(target: Target) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=target.system.url, timeout=60) as http:
+    with loopback.Client(base_url=target.system.url, timeout=60) as http:
         yield http
 
 

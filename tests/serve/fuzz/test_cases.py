@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import loopback
 from tests.serve.fuzz.conftest import CHAT, Target
 from tests.serve.fuzz.wire import End, request, send, statuses
 from tests.serve.gateway.conftest import MODEL, until
@@ -45,7 +46,7 @@ def bodies_at_once(url: str, bodies: list[dict[str, Any]], headers: dict[str, st
 
     async def ask() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+        async with loopback.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
             return await asyncio.gather(*(http.post(COMPLETIONS, json=body, headers=headers) for body in bodies))
 
     return asyncio.run(ask())
@@ -59,7 +60,7 @@ def test_case_3_answers_to_one_id_never_cross(target: Target, where: str) -> Non
     """Each prompt has a length of its own, so an answer tells whose it is."""
     headers = {"x-request-id": "same"} if where != "body" else {}
     more = {"request_id": "same"} if where != "header" else {}
-    alone = [httpx.post(target.system.url + COMPLETIONS, json=words(n)).json() for n in range(1, 17)]
+    alone = [loopback.post(target.system.url + COMPLETIONS, json=words(n)).json() for n in range(1, 17)]
     answers = [a.json() for a in bodies_at_once(target.system.url, [words(n) | more for n in range(1, 17)], headers)]
     for one, other in zip(alone, answers, strict=True):
         assert one["usage"]["prompt_tokens"] == other["usage"]["prompt_tokens"]
@@ -73,7 +74,7 @@ def test_case_3_an_id_sent_again_right_after_an_abort_gets_its_own_answer(target
     for _ in range(10):
         send(target.doors["front"], request("POST /v1/chat/completions", *head, body=data), end=End.RESET)
         time.sleep(0.01)
-        answer = httpx.post(target.system.url + COMPLETIONS, json=words(3), headers={"x-request-id": "same"})
+        answer = loopback.post(target.system.url + COMPLETIONS, json=words(3), headers={"x-request-id": "same"})
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] == 5
 
@@ -81,7 +82,7 @@ def test_case_3_an_id_sent_again_right_after_an_abort_gets_its_own_answer(target
 @pytest.mark.parametrize("value", ["x" * 1_000_000, "a\nb\r\nx-injected: 1", "\x00", "\u2028", ""])
 def test_case_3_odd_ids_in_a_body_go_nowhere(target: Target, value: str) -> None:
     body = CHAT | {"request_id": value, "stream": True, "stream_options": {"include_usage": True}}
-    answer = httpx.post(f"{target.system.url}/v1/chat/completions", json=body, timeout=30)
+    answer = loopback.post(f"{target.system.url}/v1/chat/completions", json=body, timeout=30)
     assert answer.status_code == 200
     assert "x-injected" not in answer.headers
     assert len(answer.content) < 10_000
@@ -102,7 +103,7 @@ def test_case_5_a_flood_is_answered_or_shed_while_health_is_good(target: Target)
     over, probes = threading.Event(), []
 
     def probe() -> None:
-        with httpx.Client(base_url=target.system.url, timeout=30) as http:
+        with loopback.Client(base_url=target.system.url, timeout=30) as http:
             while not over.is_set():
                 probes.append(http.get("/health").status_code)
                 time.sleep(0.05)
@@ -126,7 +127,7 @@ def test_case_5_a_huge_prompt_is_refused_before_anybody_reads_it(target: Target)
     before = target.system.total("requests")
     body = words(1) | {"prompt": "word " * 5_400_000}
     try:
-        answer = httpx.post(target.system.url + COMPLETIONS, json=body, timeout=60)
+        answer = loopback.post(target.system.url + COMPLETIONS, json=body, timeout=60)
     except httpx.TransportError:
         pass  # refused while the body was still on its way
     else:
@@ -135,9 +136,9 @@ def test_case_5_a_huge_prompt_is_refused_before_anybody_reads_it(target: Target)
 
 
 def test_case_5_a_large_prompt_is_the_clients_fault_and_costs_no_engine(target: Target) -> None:
-    answer = httpx.post(target.system.url + COMPLETIONS, json=words(1) | {"prompt": "word " * 1_000_000}, timeout=60)
+    answer = loopback.post(target.system.url + COMPLETIONS, json=words(1) | {"prompt": "word " * 1_000_000}, timeout=60)
     assert answer.status_code in {400, 413}
-    assert httpx.get(f"{target.system.url}/health", timeout=20).status_code == 200
+    assert loopback.get(f"{target.system.url}/health", timeout=20).status_code == 200
 
 
 # --- 11: poison -------------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ def test_case_5_a_large_prompt_is_the_clients_fault_and_costs_no_engine(target: 
 def test_case_11_what_an_engine_cannot_do_is_a_400_and_the_next_ones_succeed(
     target: Target, bad: dict[str, Any], stream: bool
 ) -> None:
-    with httpx.Client(base_url=target.system.url, timeout=30) as http:
+    with loopback.Client(base_url=target.system.url, timeout=30) as http:
         good = words(2) | {"structured_outputs": {"grammar": 'root ::= "a"'}}
         http.post(COMPLETIONS, json=good)  # the backend's choice must not be latched by it
         answer = http.post(COMPLETIONS, json=words(2) | {"stream": stream} | bad)
@@ -158,8 +159,8 @@ def test_case_11_what_an_engine_cannot_do_is_a_400_and_the_next_ones_succeed(
 
 
 def test_case_11_tokens_that_end_inside_a_character_are_served(target: Target) -> None:
-    tokens = httpx.post(f"{target.system.url}/tokenize", json={"prompt": "river \u20ac"}).json()["tokens"]
+    tokens = loopback.post(f"{target.system.url}/tokenize", json={"prompt": "river \u20ac"}).json()["tokens"]
     for cut in range(1, len(tokens) + 1):
-        answer = httpx.post(target.system.url + COMPLETIONS, json=words(1) | {"prompt": tokens[:cut]})
+        answer = loopback.post(target.system.url + COMPLETIONS, json=words(1) | {"prompt": tokens[:cut]})
         assert answer.status_code == 200
     until(target.system.idle, "everything given back", 60)

@@ -23,6 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.app import build
 from deployments.gate import GATE_HEADER
 from deployments.haproxy import BINARY, stand_before
+from tests import loopback
 from tests.collector import Collector
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -101,7 +102,7 @@ class System:
 
     def idle(self) -> bool:
         """Nothing is open anywhere."""
-        page = httpx.get(f"{self.url}/metrics", timeout=20).text
+        page = loopback.get(f"{self.url}/metrics", timeout=20).text
         return "tidegate_inflight_requests 0.0" in page and self.total("running") + self.total("waiting") == 0
 
     def doors(self) -> list[tuple[str, dict[str, str]]]:
@@ -201,7 +202,7 @@ def system() -> Iterator[System]:
 def direct(url: str) -> bool:
     """Healthy, and reached through HAProxy: at first its fallback, Serve's Python proxy, may answer."""
     try:
-        answer = httpx.get(f"{url}/health", timeout=5)
+        answer = loopback.get(f"{url}/health", timeout=5)
     except httpx.HTTPError:
         return False
     return answer.status_code == 200 and len(answer.headers.get_list("x-request-id")) == 1
@@ -209,7 +210,7 @@ def direct(url: str) -> bool:
 
 @pytest.fixture
 def client(system: System) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=system.url, timeout=60) as http:
+    with loopback.Client(base_url=system.url, timeout=60) as http:
         yield http
 
 

@@ -9,11 +9,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests import loopback
 from tests.serve.gateway.conftest import ARGS, MODEL, System, until
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(180)]
@@ -49,7 +49,7 @@ def answer_of(sock: socket.socket) -> tuple[int, dict[str, str], bytes]:
 
 def counts(system: System) -> Counter[tuple[str, ...]]:
     """Requests that ended, by endpoint, outcome and reason."""
-    page, found = httpx.get(f"{system.url}/metrics", timeout=20).text, Counter[tuple[str, ...]]()
+    page, found = loopback.get(f"{system.url}/metrics", timeout=20).text, Counter[tuple[str, ...]]()
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if sample.name == "tidegate_requests_total":
@@ -88,7 +88,7 @@ def lines_of(log: Log, count: int) -> list[dict[str, Any]]:
 
 def test_each_request_is_one_line_and_one_count_however_it_ends(system: System) -> None:
     log, before = Log(), counts(system)
-    with httpx.Client(base_url=system.url, timeout=30) as client:
+    with loopback.Client(base_url=system.url, timeout=30) as client:
         assert client.post(PATH, json=CHAT).status_code == 200
         assert client.post(PATH, json=CHAT | {"stream": True}).status_code == 200
         assert client.post(PATH, json=CHAT | {"model": "other"}).status_code == 404
@@ -126,7 +126,7 @@ def test_a_streams_line_splits_its_ttft_and_says_who_served_it(system: System) -
     log = Log()
     headers = {"x-tidegate-task": "goal-1", "x-tidegate-class": "interactive", "x-request-id": "mine"}
     body = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
-    answer = httpx.post(system.url + PATH, json=body, headers=headers, timeout=30)
+    answer = loopback.post(system.url + PATH, json=body, headers=headers, timeout=30)
     (line,) = lines_of(log, 1)
     assert line["id"] == answer.headers["x-request-id"]
     assert (line["client_id"], line["task"], line["class"]) == ("mine", "goal-1", "interactive")
@@ -139,11 +139,11 @@ def test_a_streams_line_splits_its_ttft_and_says_who_served_it(system: System) -
 
 
 def test_a_line_says_how_each_attempt_ended(system: System) -> None:
-    first = httpx.post(system.url + PATH, json=CHAT, timeout=30).headers["x-tidegate-replica"]
+    first = loopback.post(system.url + PATH, json=CHAT, timeout=30).headers["x-tidegate-replica"]
     log = Log()
     system.engine.broadcast("set_faults", {"kind": "unavailable"}, first).results(timeout_s=20)
     asked = 0
-    with httpx.Client(base_url=system.url, timeout=30) as client:
+    with loopback.Client(base_url=system.url, timeout=30) as client:
         while asked < 40 and not any(line["attempts"] == 2 for line in lines_of(log, asked)):
             body = CHAT | {"messages": [{"role": "user", "content": f"{asked} names {asked * 7_919 % 1_000}."}]}
             assert client.post(PATH, json=body).status_code == 200
@@ -161,9 +161,9 @@ def test_a_line_says_how_each_attempt_ended(system: System) -> None:
 def test_the_log_holds_no_prompt_and_no_answer(system: System) -> None:
     log = Log()
     body = CHAT | {"messages": [{"role": "user", "content": SECRET_TEXT}], "user": SECRET_TEXT}
-    answer = httpx.post(system.url + PATH, json=body, timeout=30).json()["choices"][0]["message"]["content"]
-    assert httpx.post(system.url + PATH, json=body | {"max_tokens": -1}, timeout=30).status_code == 400
-    assert httpx.post(system.url + PATH, content=json.dumps(body)[:-3], timeout=30).status_code == 400
+    answer = loopback.post(system.url + PATH, json=body, timeout=30).json()["choices"][0]["message"]["content"]
+    assert loopback.post(system.url + PATH, json=body | {"max_tokens": -1}, timeout=30).status_code == 400
+    assert loopback.post(system.url + PATH, content=json.dumps(body)[:-3], timeout=30).status_code == 400
     lines_of(log, 3)
     assert SECRET_TEXT not in log.text()
     assert answer.strip() not in log.text()
@@ -173,8 +173,8 @@ def test_a_traced_request_is_one_trace_below_its_callers(system: System) -> None
     log, trace_id = Log(), "0af7651916cd43dd8448eb211c80319c"
     assert system.collector is not None
     headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
-    assert httpx.post(system.url + PATH, json=CHAT, headers=headers, timeout=30).status_code == 200
-    assert httpx.post(system.url + PATH, json=CHAT, timeout=30).status_code == 200
+    assert loopback.post(system.url + PATH, json=CHAT, headers=headers, timeout=30).status_code == 200
+    assert loopback.post(system.url + PATH, json=CHAT, timeout=30).status_code == 200
     until(system.collector.spans, "spans at the collector", 60)
     spans = system.collector.spans()
     assert {span.trace_id.hex() for span in spans} == {trace_id}
@@ -218,7 +218,7 @@ def test_a_slow_reader_holds_no_engine_memory(system: System) -> None:
         while system.total("kv_tokens_used") + system.total("running"):
             read += len(sock.recv(40_000))
             time.sleep(0.05)
-        page = httpx.get(f"{system.url}/metrics", timeout=20).text
+        page = loopback.get(f"{system.url}/metrics", timeout=20).text
         assert "tidegate_inflight_requests 1.0" in page  # the answer is still on its way
         rest = b""
         while part := sock.recv(1_000_000):

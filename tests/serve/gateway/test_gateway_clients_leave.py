@@ -8,9 +8,9 @@ import socket
 import threading
 import time
 
-import httpx
 import pytest
 
+from tests import loopback
 from tests.serve.gateway.conftest import MODEL, System, until
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(180)]
@@ -34,7 +34,7 @@ def engine_is_done(system: System) -> bool:
 
 def test_a_stream_dropped_after_its_third_chunk_stops_the_engine(system: System) -> None:
     aborted = system.total("aborted_total")
-    with httpx.Client(base_url=system.url, timeout=30) as client:
+    with loopback.Client(base_url=system.url, timeout=30) as client:
         with client.stream("POST", "/v1/chat/completions", json=LONG | {"stream": True}) as answer:
             chunks = answer.iter_raw()
             for _ in range(3):
@@ -85,11 +85,11 @@ def test_half_a_body_holds_nothing(system: System) -> None:
     socks = [connect(system) for _ in range(10)]
     for sock in socks:
         sock.sendall(message(LONG)[:-20])
-    page = httpx.get(f"{system.url}/metrics").text
+    page = loopback.get(f"{system.url}/metrics").text
     assert "tidegate_inflight_requests 0.0" in page
     for sock in socks:
         sock.close()
-    answer = httpx.post(f"{system.url}/v1/chat/completions", json=LONG | {"max_tokens": 3}, timeout=30)
+    answer = loopback.post(f"{system.url}/v1/chat/completions", json=LONG | {"max_tokens": 3}, timeout=30)
     assert answer.status_code == 200
 
 
@@ -110,7 +110,7 @@ def test_clients_dropped_at_random_moments_leave_no_slot_taken(system: System, s
     for thread in threads:
         thread.join()
     until(system.idle, "all slots free", 60)
-    with httpx.Client(base_url=system.url, timeout=30) as client:
+    with loopback.Client(base_url=system.url, timeout=30) as client:
         for _ in range(20):
             assert client.post("/v1/chat/completions", json=LONG | {"max_tokens": 1}).status_code == 200
 

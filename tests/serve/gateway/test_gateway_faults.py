@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from tests import loopback
 from tests.serve.gateway.conftest import MODEL, System, until
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(180)]
@@ -96,7 +97,7 @@ def test_a_replica_killed_before_the_first_byte_costs_no_request(system: System)
 
     def ask(n: int) -> None:
         body = {"model": MODEL, "prompt": f"{n} " + "word " * 200, "max_tokens": 2}
-        found.append(httpx.post(f"{system.url}/v1/completions", json=body, timeout=90))
+        found.append(loopback.post(f"{system.url}/v1/completions", json=body, timeout=90))
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(6)]
     for thread in threads:

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from tests import loopback
 from tests.serve.gateway.conftest import APP, ARGS, MODEL, System
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(180)]
@@ -61,7 +62,7 @@ def test_generating_endpoints_answer_with_the_engines_own_bytes(
     request_id = ours.headers["x-request-id"]
     assert OWN_ID.fullmatch(request_id)
     url, gate = system.doors()[0]
-    theirs = httpx.post(url + path, json=body, headers=gate | {"x-request-id": request_id})
+    theirs = loopback.post(url + path, json=body, headers=gate | {"x-request-id": request_id})
     assert ours.headers["content-type"] == theirs.headers["content-type"]
     assert without_time(ours.content) == without_time(theirs.content)
 
@@ -92,7 +93,7 @@ def test_an_endpoint_the_engine_lacks_is_a_404_in_our_shape(client: httpx.Client
 def test_models_are_listed_in_the_engines_shape(system: System, client: httpx.Client) -> None:
     ours = client.get("/v1/models").json()
     url, gate = system.doors()[0]
-    theirs = httpx.get(url + "/v1/models", headers=gate).json()
+    theirs = loopback.get(url + "/v1/models", headers=gate).json()
     assert ours["data"][0].keys() == theirs["data"][0].keys()
     assert ours["data"][0]["id"] == MODEL
     assert client.get(f"/v1/models/{MODEL}").json()["id"] == MODEL

@@ -17,6 +17,7 @@ from ray import serve
 
 from deployments.app import build
 from deployments.control_api import BODY_BYTES_MAX
+from tests import loopback
 from tests.serve.gateway.conftest import ARGS, MODEL, System, direct, gateways_of, until
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(180)]
@@ -132,7 +133,7 @@ def test_a_client_that_leaves_leaves_no_open_call(client: httpx.Client, stream: 
         return answer.status_code == 200 and answer.json()["calls"]["open"] == 1
 
     async def leave() -> None:
-        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as http:
+        async with loopback.AsyncClient(base_url=client.base_url, timeout=60) as http:
             call = asyncio.create_task(http.post("/v1/chat/completions", json=body, headers=headers_of(task)))
             await asyncio.to_thread(until, is_open, "an open call", 15)
             call.cancel()
@@ -204,7 +205,7 @@ def two_gateways(system: System) -> Iterator[list[str]]:
         until(lambda: direct(url), "an engine behind two gateways")
         urls = gateways_of(name)
         assert len(set(urls)) == 2, urls
-        until(lambda: [httpx.get(f"{one}/health").status_code for one in urls] == [200, 200], "both know the engine")
+        until(lambda: [loopback.get(f"{one}/health").status_code for one in urls] == [200, 200], "both know the engine")
         yield urls
     finally:
         serve.delete(name)
@@ -214,22 +215,22 @@ def test_two_gateways_keep_one_budget_and_one_outcome(two_gateways: list[str]) -
     task = new_task()
 
     def everywhere(what: Callable[[httpx.Response], bool]) -> bool:
-        return all(what(httpx.get(f"{url}/v1/tasks/{task}", timeout=30)) for url in two_gateways)
+        return all(what(loopback.get(f"{url}/v1/tasks/{task}", timeout=30)) for url in two_gateways)
 
     def answers(calls_each: int) -> list[httpx.Response]:
         found = []
         for url in two_gateways:
-            with httpx.Client(base_url=url, timeout=30) as client:
+            with loopback.Client(base_url=url, timeout=30) as client:
                 found += [ask(client, task, calls_max=7) for _ in range(calls_each)]
         return found
 
     assert {answer.status_code for answer in answers(3)} == {200}
     until(lambda: everywhere(lambda a: a.json()["calls"]["total"] == 6), "both gateways know of all calls", 60)
-    with httpx.Client(base_url=two_gateways[0], timeout=30) as seventh:
+    with loopback.Client(base_url=two_gateways[0], timeout=30) as seventh:
         assert ask(seventh, task, calls_max=7).status_code == 200
     until(lambda: everywhere(lambda a: a.json()["calls"]["total"] == 7), "both gateways know of the last one", 60)
     assert {answer.json()["error"]["code"] for answer in answers(1)} == {"task_calls"}
-    told = httpx.post(f"{two_gateways[1]}/v1/tasks/{task}/outcome", json={"outcome": "success"}, timeout=30)
+    told = loopback.post(f"{two_gateways[1]}/v1/tasks/{task}/outcome", json={"outcome": "success"}, timeout=30)
     assert told.status_code == 200
     until(lambda: everywhere(lambda a: a.json()["status"] == "success"), "both gateways know the outcome", 60)
     assert {answer.json()["error"]["code"] for answer in answers(3)} == {"task_ended"}

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
 
-import httpx
 import pytest
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.app import build
+from tests import loopback
 from tests.serve.gateway.conftest import ARGS, MODEL, System, direct, until
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(180)]
@@ -64,7 +64,7 @@ def ask(gateways: tuple[str, DeploymentHandle[Any]]) -> Ask:
 @pytest.fixture
 def shown(gateways: tuple[str, DeploymentHandle[Any]]) -> Callable[[str], Any]:
     def of(tenant: str) -> Any:
-        return httpx.get(f"{gateways[0]}/control/tenants", timeout=30).json()["tenants"].get(tenant)
+        return loopback.get(f"{gateways[0]}/control/tenants", timeout=30).json()["tenants"].get(tenant)
 
     return of
 
