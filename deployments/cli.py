@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from deployments import control_commands, dashboard_commands, key_commands, launch, model, status_commands
+from deployments import (
+    control_commands,
+    dashboard_commands,
+    doctor_commands,
+    key_commands,
+    launch,
+    model,
+    status_commands,
+)
 from deployments.cluster import Ports, ServeApi
+from deployments.command_errors import one_line_errors
 from deployments.model import ModelError
-from deployments.preflight import Level
 from deployments.progress import Progress
-from deployments.reload import ReloadError, reload_objectives
-from deployments.settings import SettingsError
+from deployments.reload import reload_objectives
 from deployments.simulation import commands
 
 cli = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -31,26 +35,6 @@ StatsPort = Annotated[int, typer.Option(help="Port of HAProxy's statistics.")]
 MetricsPort = Annotated[int, typer.Option(help="Port of HAProxy's metrics.")]
 FallbackPort = Annotated[int, typer.Option(help="Port of Serve's fallback proxy, HTTP.")]
 FallbackGrpcPort = Annotated[int, typer.Option(help="Port of Serve's fallback proxy, gRPC.")]
-
-
-@contextmanager
-def one_line_errors(progress: Progress) -> Iterator[None]:
-    """Turn whatever goes wrong into words and exit code 1; a traceback goes into ``.run/error.log``."""
-    try:
-        yield
-    except (SettingsError, ModelError, launch.StartError, ReloadError) as error:
-        progress.fail(str(error))
-        raise typer.Exit(1) from None
-    except (launch.Interrupted, KeyboardInterrupt):
-        progress.say("ended")
-        raise typer.Exit(130) from None
-    except typer.Exit:
-        raise
-    except Exception as error:  # noqa: BLE001 (the last resort of a command line)
-        launch.RUN_FOLDER.mkdir(parents=True, exist_ok=True)
-        (launch.RUN_FOLDER / "error.log").write_text(traceback.format_exc(), encoding="utf-8")
-        progress.fail(f"unexpected: {type(error).__name__}: {error}; details are in .run/error.log, please report them")
-        raise typer.Exit(1) from None
 
 
 @cli.command()
@@ -110,21 +94,6 @@ def model_command(
 
 
 @cli.command()
-def doctor(config: ConfigOption = CONFIG) -> None:
-    """Check configuration and machine; start nothing."""
-    progress = Progress()
-    with one_line_errors(progress):
-        plan = launch.read_plan(config, DEFAULTS)
-        progress.say(f"configuration {config.name}: application '{plan.app}' is valid")
-        findings = launch.examine(plan)
-        for finding in findings:
-            (progress.fail if finding.level is Level.ERROR else progress.warn)(finding.text)
-        if any(finding.level is Level.ERROR for finding in findings):
-            raise typer.Exit(1)
-        progress.say("the machine is ready")
-
-
-@cli.command()
 def reload(config: ConfigOption = CONFIG, dashboard_port: DashboardPort = DEFAULTS.dashboard) -> None:
     """Take the objectives of the file's user_config into what runs; nothing restarts."""
     progress = Progress()
@@ -137,6 +106,7 @@ def reload(config: ConfigOption = CONFIG, dashboard_port: DashboardPort = DEFAUL
         )
 
 
+doctor_commands.register(cli)
 commands.register(cli)
 key_commands.register(cli)
 control_commands.register(cli)

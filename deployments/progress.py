@@ -85,6 +85,10 @@ class Progress:
         """Print a warning."""
         self._errors.print(f"[yellow]warning:[/] {escape(text)}")
 
+    def note(self, text: str) -> None:
+        """Print something worth knowing."""
+        self._errors.print(f"[cyan]note:[/] {escape(text)}")
+
     def fail(self, text: str) -> None:
         """Print an error, one line per problem."""
         for line in text.splitlines():

