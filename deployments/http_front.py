@@ -142,8 +142,8 @@ class HttpFront:
                 core = self._served.core_of(body)
                 inbound = core.parse(body, endpoint, arrival_ns, request_id, principal, headers)
                 inbound.record.client_id = clean_client_id(_client_id(scope, headers))
-                held = inbound.request.stream and core.policies.flow_context.admission.is_cold(arrival_ns)
-                client = HeldSink(sink, request_id) if held else sink
+                may_wait = inbound.request.stream and core.policies.flow_context.admission.holds_for_starts
+                client = HeldSink(sink, request_id) if may_wait else sink
                 await _run(RequestDriver(core, inbound, client), scope, receive, sink)
             elif method in {"POST", "DELETE"}:
                 check_site(headers)
