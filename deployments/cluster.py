@@ -195,7 +195,7 @@ class ServeApi:
             words = error.read(_ANSWER_BYTES_MAX).decode(errors="replace").strip()
             raise (NotReadyError if error.code >= 500 else RefusedError)(f"HTTP {error.code}: {words}") from None
         except OSError as error:
-            raise NotReadyError(str(error)) from None
+            raise NotReadyError(str(getattr(error, "reason", None) or error)) from None
         try:
             return json.loads(text) if text else None
         except ValueError:

@@ -75,9 +75,13 @@ def _words(error: urllib.error.HTTPError) -> str:
     try:
         message = str(json.loads(error.read(1_000_000))["error"]["message"])
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
-        message = f"the gateway answered with status {error.code}"
-    if error.code == 401:
-        message += " Set TIDEGATE_API_KEY, or give --key-file."
-    if error.code == 403:
-        message += " Make one: python -m deployments.cli keys create --scope control:read --scope control:write"
-    return message
+        message = f"What answers there is not Tidegate, or is not well (status {error.code}): see --url."
+    return message + _NEXT_STEPS.get(error.code, "")
+
+
+_NEXT_STEPS = {
+    401: " Set TIDEGATE_API_KEY, or give --key-file.",
+    403: " Make one: tidegate keys create --scope control:read --scope control:write",
+    503: " Try again in a few seconds.",
+}
+"""What to do about an answer, by its status. Other errors of the gateway say it themselves."""
