@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from deployments.handoff import leg_body, params_of
+from tests import loopback
 from tests.engine.conftest import MODEL_NAME
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -78,16 +79,16 @@ def fleet(model_folder: str) -> Iterator[Any]:
 
 def ask(fleet: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
     """Text of one request through the gateway, and what the gateway wrote down of it."""
-    answer = httpx.post(f"{fleet.url}{CHAT}", json=fields, timeout=240)
+    answer = loopback.post(f"{fleet.url}{CHAT}", json=fields, timeout=240)
     text = text_of(answer)
-    found = httpx.get(f"{fleet.url}/control/requests/{answer.headers.get_list('x-request-id')[0]}", timeout=30)
+    found = loopback.get(f"{fleet.url}/control/requests/{answer.headers.get_list('x-request-id')[0]}", timeout=30)
     return text, found.json()
 
 
 def post(door: Door, content: bytes) -> httpx.Response:
     """One request to one replica, past the gateway."""
     url, headers = door
-    return httpx.post(f"{url}{CHAT}", content=content, headers=headers | JSON, timeout=240)
+    return loopback.post(f"{url}{CHAT}", content=content, headers=headers | JSON, timeout=240)
 
 
 def whole(door: Door, **fields: Any) -> str:
@@ -97,7 +98,7 @@ def whole(door: Door, **fields: Any) -> str:
 
 def running_at(door: Door) -> float:
     """Requests in a replica's engine."""
-    page = httpx.get(f"{door[0]}/metrics", headers=door[1], timeout=30).text
+    page = loopback.get(f"{door[0]}/metrics", headers=door[1], timeout=30).text
     return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith("vllm:num_requests_running"))
 
 
