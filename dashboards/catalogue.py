@@ -221,6 +221,15 @@ _GATEWAY_METRICS: tuple[Metric, ...] = (
     _gateway("quarantined_requests", _GAUGE, "Requests refused because they broke two replicas.", unit="requests"),
     _gateway("retries_total", _COUNTER, "Attempts after the first, by why the last one failed.", "reason"),
     _gateway("routed_total", _COUNTER, "Routing choices, by reason.", "reason"),
+    _gateway(
+        "disaggregation_total", _COUNTER, "Requests by whether prompt and answer were split, or why not.", "reason"
+    ),
+    _gateway(
+        "prefill_leg_seconds",
+        _HISTOGRAM,
+        "Dispatch of a prompt to a prefill replica to the end of its computation, for another replica.",
+        unit="seconds",
+    ),
     _gateway("plan_age_seconds", _GAUGE, "Age of the plan this gateway acts on; NaN before the first.", unit="seconds"),
     _gateway("prefix_index_blocks", _GAUGE, "Blocks in the prefix index.", unit="blocks"),
     _gateway("auth_keys", _GAUGE, "API keys that are accepted now; not exported where none is needed."),

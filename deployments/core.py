@@ -23,6 +23,7 @@ from deployments.cache_salt import CacheSalt
 from deployments.clock import now_ns
 from deployments.driver import Interrupt, RequestDriver
 from deployments.endpoints import Endpoint
+from deployments.handoff import no_params
 from deployments.heap import HeapTrimmer
 from deployments.inbound import Inbound
 from deployments.live_objectives import LiveObjectives
@@ -173,7 +174,8 @@ class GatewayCore:
         if self.tracing is not None:
             record.trace = self.tracing.begin(headers.get(b"traceparent"))
         plan = parsed.plan if self.resumable else None
-        return Inbound(endpoint, request, body, parsed.prompt_bytes, record, plan, salt, meta.limits, meta.outcome)
+        own = no_params(endpoint) if self.settings.disaggregation.enabled else {}
+        return Inbound(endpoint, request, body, parsed.prompt_bytes, record, plan, salt, meta.limits, meta.outcome, own)
 
     def _output_most(self, parsed: ParsedBody) -> int | None:
         """Output an engine may write; ``None``: as the client says, or nobody knows."""

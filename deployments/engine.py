@@ -10,6 +10,7 @@ What is set here and not left to vLLM's defaults, unless ``model.engine_args`` s
 * CPU: ``enforce_eager``, and ``dtype`` as :func:`cpu_dtype` finds it; memory and threads come as environment
   (``model.engine_environment``);
 * speculation: ``async_scheduling`` off, because only then drafts pass through the scheduler and their depth can move;
+* ``disaggregation``: the connector through which replicas hand caches over (``kv_transfer.py``);
 * GPU: ``tensor_parallel_size`` is ``model.num_gpus``.
 
 One engine per replica: ``data_parallel_size`` above 1 is refused, replicas are what scales.
@@ -31,6 +32,7 @@ from ray.serve.llm import LLMConfig, LLMServer
 from starlette.exceptions import HTTPException
 
 from deployments.knobs import EngineShared
+from deployments.kv_transfer import open_side_channel, transfer_arguments
 from deployments.local_model import CALLBACK as LOCAL_MODEL
 from deployments.model import engine_environment, resolve
 from deployments.replica_host import ReplicaHost
@@ -55,6 +57,7 @@ class VllmEngine(LLMServer):
         self._shared = new_shared()
         async with new_start(settings, started_ns) as start:
             try:
+                open_side_channel(settings)
                 await super().__init__(llm_config(settings, self._shared.path))
                 self._shared.unlink()
                 start.opens(self._shared.read_gauges().compile_ms)
@@ -115,7 +118,7 @@ def llm_config(settings: Settings, shared: Path | None = None) -> LLMConfig:
     """
     model = settings.model
     location = resolve(model.source) if shared is not None else model.source
-    arguments = engine_arguments(model)
+    arguments = engine_arguments(model) | transfer_arguments(settings)
     if shared is not None:
         own = {"tidegate": {"shared": str(shared), "replica_pid": os.getpid()}}
         arguments["additional_config"] = {**arguments.get("additional_config", {}), **own}

@@ -40,6 +40,7 @@ from deployments.settings_engine import (
     StepSettings,
     Strict,
     known_engine_args,
+    split_problems,
 )
 from deployments.settings_errors import SettingsError, key_paths, problems_of, shown, unknown_key
 from deployments.settings_models import FleetSettings, ModelEntry, clashes, named, seen_from
@@ -59,7 +60,7 @@ from policies.config import (
     TasksConfig,
     TenantConfig,
 )
-from policies.config_guard import GuardConfig, SpeculationConfig
+from policies.config_guard import DisaggregationConfig, GuardConfig, SpeculationConfig
 from policies.objectives import contradictions, for_model, objectives_for
 from policies.types import Priority
 
@@ -179,6 +180,7 @@ class Settings(Strict):
     control: ControlConfig = Field(default_factory=ControlConfig)
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
+    disaggregation: DisaggregationConfig = Field(default_factory=DisaggregationConfig)
     ledger: LedgerSettings = Field(default_factory=LedgerSettings)
     recording: RecordingSettings = Field(default_factory=RecordingSettings)
     tracing: TracingSettings = Field(default_factory=TracingSettings)
@@ -242,6 +244,7 @@ class Settings(Strict):
             control=self.control,
             speculation=self.speculation,
             guard=self.guard,
+            disaggregation=self.disaggregation,
         )
         return for_model(config, self.model.name)
 
@@ -301,6 +304,11 @@ def _switched_off(settings: Settings) -> list[str]:
             "speculation.enabled is false",
         ),
         (
+            not settings.disaggregation.enabled and settings.disaggregation != DisaggregationConfig(),
+            "disaggregation",
+            "disaggregation.enabled is false",
+        ),
+        (
             not settings.ledger.enabled and settings.ledger != LedgerSettings(enabled=False),
             "ledger",
             "ledger.enabled is false",
@@ -352,6 +360,8 @@ def _contradictions(settings: Settings) -> list[str]:
         replica_usd_per_hour=settings.prices.replica_usd_per_hour, missed_usd=settings.prices.missed_usd
     )
     found += _broken_promises(settings)
+    if settings.disaggregation.enabled:
+        found += split_problems(model, settings.disaggregation, settings.scaling.replicas_max)
     for name, tenant in settings.tenants.items():
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
             found.append(f"tenants: {name[:70]!r}: must be 1 to 64 letters, digits, . _ or -")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from policies.config_base import need
-from policies.config_guard import GuardConfig, SpeculationConfig
+from policies.config_guard import DisaggregationConfig, GuardConfig, SpeculationConfig
 from policies.config_objectives import ModelObjectives, check_part
 from policies.types import Mode, Priority, StepCoefficients
 
@@ -487,6 +487,7 @@ class PolicyConfig:
     control: ControlConfig = field(default_factory=ControlConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
+    disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
 
     def tenant(self, name: str) -> TenantConfig:
         """What ``name`` may do."""
