@@ -226,7 +226,7 @@ def groups() -> list[dict[str, Any]]:
 
 def text() -> str:
     """The rule file. Its values are JSON's, which YAML reads: no library, and nothing that YAML would guess at."""
-    lines = ["# Written by `python -m deployments.cli dashboards export` from dashboards/alerts.py.", "groups:"]
+    lines = ["# Written by `./tidegate dashboards export` from dashboards/alerts.py.", "groups:"]
     for group in groups():
         lines += [f"  - name: {group['name']}", f"    interval: {group['interval']}", "    rules:"]
         for rule in group["rules"]:

@@ -102,6 +102,26 @@ def _what_does_not_succeed() -> tuple[Part, ...]:
     )
 
 
+def _two_replicas() -> tuple[Part, ...]:
+    return (
+        row("Prompts computed at a replica of their own"),
+        graph(
+            "Split or not",
+            "Requests by what became of them where replicas have roles. Codes: deployments/README.md.",
+            "reqps",
+            query(rate("disaggregation_total", ("reason",)), "{{reason}}"),
+            stacked=True,
+        ),
+        graph(
+            "Prompt at the prefill replica",
+            "From its dispatch to the end of its computation, p50 and p95.",
+            "s",
+            query(quantile(0.5, "prefill_leg_seconds"), "p50"),
+            query(quantile(0.95, "prefill_leg_seconds"), "p95"),
+        ),
+    )
+
+
 def _waiting_and_admission() -> tuple[Part, ...]:
     return (
         row("Waiting and admission"),
@@ -180,6 +200,7 @@ def requests() -> dict[str, Any]:
         *_time_to_first_token(),
         *_streams_and_whole_answers(),
         *_what_does_not_succeed(),
+        *_two_replicas(),
         *_waiting_and_admission(),
         *_routing(),
         decisions=True,

@@ -81,7 +81,7 @@ TARGET_LABELS: Mapping[str, str] = MappingProxyType(
     {
         "job": "tidegate-gateway or tidegate-controller, see dashboards/prometheus/prometheus.yml.",
         "instance": "Address that was scraped: one of each gateway.",
-        "model": "Model that the application serves.",
+        "model": "Model that the application serves; of several, processes set it themselves and that wins.",
     }
 )
 """Labels that no process sets: Prometheus adds them to whatever it scrapes, from its own configuration."""
@@ -221,6 +221,15 @@ _GATEWAY_METRICS: tuple[Metric, ...] = (
     _gateway("quarantined_requests", _GAUGE, "Requests refused because they broke two replicas.", unit="requests"),
     _gateway("retries_total", _COUNTER, "Attempts after the first, by why the last one failed.", "reason"),
     _gateway("routed_total", _COUNTER, "Routing choices, by reason.", "reason"),
+    _gateway(
+        "disaggregation_total", _COUNTER, "Requests by whether prompt and answer were split, or why not.", "reason"
+    ),
+    _gateway(
+        "prefill_leg_seconds",
+        _HISTOGRAM,
+        "Dispatch of a prompt to a prefill replica to the end of its computation, for another replica.",
+        unit="seconds",
+    ),
     _gateway("plan_age_seconds", _GAUGE, "Age of the plan this gateway acts on; NaN before the first.", unit="seconds"),
     _gateway("prefix_index_blocks", _GAUGE, "Blocks in the prefix index.", unit="blocks"),
     _gateway("auth_keys", _GAUGE, "API keys that are accepted now; not exported where none is needed."),
@@ -400,6 +409,15 @@ CATALOGUE: Mapping[str, Metric] = MappingProxyType({m.name: m for m in _GATEWAY_
 
 ALL: tuple[Metric, ...] = _GATEWAY_METRICS + _CONTROL_METRICS
 """The rows of :data:`CATALOGUE` in order, duplicates included (there must be none)."""
+
+OF_APPLICATION: frozenset[str] = frozenset(
+    name
+    for name in CATALOGUE
+    if name.startswith((f"{PREFIX}auth_", f"{PREFIX}task", f"{PREFIX}tenant_budget", f"{PREFIX}trace_"))
+    or name == f"{PREFIX}open_tasks"
+    or (name.startswith(f"{PREFIX}tenant_") and name.endswith("_total"))
+)
+"""Metrics of the application as a whole. All others have the label ``model`` where it serves several."""
 
 
 def problems(metric: Metric) -> list[str]:

@@ -173,7 +173,7 @@ def check_keys(settings: AuthSettings) -> str | None:
         try:
             found = read_keys(Path(settings.keys_file))
         except KeyFileError as error:
-            hint = "" if Path(settings.keys_file).exists() else "; to make it: python -m deployments.cli keys create"
+            hint = "" if Path(settings.keys_file).exists() else "; to make it: tidegate keys create"
             raise SettingsError([f"auth.keys_file: {settings.keys_file!r}: {error}{hint}"]) from None
     if not found and not settings.keys:
         return (

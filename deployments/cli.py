@@ -1,13 +1,16 @@
-"""``python -m deployments.cli``: up, down, model, doctor, keys, control, boards, simulator. A failure is one line."""
+"""The command line ``tidegate``, which is ``python -m deployments.cli``. A failure is one line and an exit code."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from deployments import (
+    bench_commands,
     control_commands,
     dashboard_commands,
     doctor_commands,
@@ -15,15 +18,24 @@ from deployments import (
     launch,
     model,
     status_commands,
+    tenant_commands,
 )
 from deployments.cluster import Ports, ServeApi
 from deployments.command_errors import one_line_errors
+from deployments.control_commands import JsonOption
 from deployments.model import ModelError
 from deployments.progress import Progress
 from deployments.reload import reload_objectives
 from deployments.simulation import commands
+from deployments.simulation.running import progress_on_stderr
 
-cli = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+EXIT_CODES = "Exit codes: 0 done; 1 it failed, or a check found something; 2 wrong usage or input; 130 ended by Ctrl-C."
+
+cli = typer.Typer(
+    help="Start Tidegate, look at it, steer it, and find out what it would do.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
 
 DEFAULTS = Ports()
 CONFIG = launch.ROOT / "serve_config.yaml"
@@ -65,20 +77,23 @@ def up(
 
 
 @cli.command()
-def down() -> None:
+def down(as_json: JsonOption = False) -> None:
     """End everything that `up` started from this folder, and nothing else."""
-    progress = Progress()
+    progress = progress_on_stderr() if as_json else Progress()
     with one_line_errors(progress):
-        progress.say("ended" if launch.down(progress) else "nothing to end: Tidegate was not started from this folder")
+        ended = launch.down(progress)
+        words = "ended" if ended else "nothing to end: Tidegate was not started from this folder"
+        _print({"ended": ended}, words, progress, as_json)
 
 
 @cli.command("model")
 def model_command(
     name: Annotated[str, typer.Argument(help="Bundled model.")] = next(iter(model.CATALOGUE)),
     verify: Annotated[bool, typer.Option("--verify", help="Compare every file with its checksum.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Fetch and convert a bundled model, once."""
-    progress = Progress()
+    progress = progress_on_stderr() if as_json else Progress()
     with one_line_errors(progress):
         if name not in model.CATALOGUE:
             raise ModelError(f"{name!r} is not a bundled model; there are: {', '.join(model.CATALOGUE)}")
@@ -86,32 +101,58 @@ def model_command(
             folder = model.folder_of(name)
             if not model.is_intact(folder, model.CATALOGUE[name], full=True):
                 raise ModelError(f"{folder} is absent or damaged; remove it and run: make model")
-            progress.say(f"{folder} is intact")
+            _print({"model": name, "folder": str(folder)}, f"{folder} is intact", progress, as_json)
             return
         with launch.signals_as_interrupts(), progress.step(f"model {name}") as step:
             folder = model.ensure(name, step.note)
-        progress.say(str(folder))
+        _print({"model": name, "folder": str(folder)}, str(folder), progress, as_json)
 
 
 @cli.command()
-def reload(config: ConfigOption = CONFIG, dashboard_port: DashboardPort = DEFAULTS.dashboard) -> None:
+def reload(
+    config: ConfigOption = CONFIG, dashboard_port: DashboardPort = DEFAULTS.dashboard, as_json: JsonOption = False
+) -> None:
     """Take the objectives of the file's user_config into what runs; nothing restarts."""
     progress = Progress()
     with one_line_errors(progress):
         changed = reload_objectives(config, ServeApi(dashboard_port))
-        progress.say(
+        words = (
             f"handed to {', '.join(changed)}; /control/state shows what is in force"
             if changed
             else "nothing to do: the running application has this user_config"
         )
+        _print({"changed": changed}, words, progress, as_json)
 
 
 doctor_commands.register(cli)
+
+
+def _print(value: Mapping[str, Any], words: str, progress: Progress, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(value))
+    else:
+        progress.say(words)
+
+
+def _tell_exit_codes(app: typer.Typer) -> None:
+    """Every command's help ends with the exit codes."""
+    app.info.epilog = EXIT_CODES
+    for command in app.registered_commands:
+        command.epilog = EXIT_CODES
+    for group in app.registered_groups:
+        group.epilog = EXIT_CODES
+        if group.typer_instance is not None:
+            _tell_exit_codes(group.typer_instance)
+
+
 commands.register(cli)
 key_commands.register(cli)
+tenant_commands.register(cli)
 control_commands.register(cli)
 status_commands.register(cli)
 dashboard_commands.register(cli)
+bench_commands.register(cli)
+_tell_exit_codes(cli)
 
 if __name__ == "__main__":
     cli()

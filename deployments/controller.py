@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from autoscaling.recommend import ReplicaScaler
+from autoscaling.share import Claim
 from autoscaling.simulator.recorded import (
     FleetLine,
     GatewayLine,
@@ -33,6 +34,7 @@ from autoscaling.simulator.recorded import (
     failed_tick_line,
     tick_line,
 )
+from autoscaling.warm import WarmPool
 from dashboards.catalogue import Source
 from deployments import control_overview, control_view
 from deployments.clock import now_ns, wall_ns
@@ -40,6 +42,7 @@ from deployments.control_desk import ControlDesk
 from deployments.recording import open_ledger, open_recorder
 from deployments.replica_metrics import show_signals
 from deployments.settings import Settings
+from deployments.settings_models import claim_of
 from deployments.telemetry import Telemetry
 from deployments.tenant_desk import TenantAnswer, TenantDesk, TenantReport
 from policies.build import build_control
@@ -79,8 +82,9 @@ class Controller:
         """Identifies this life."""
         settings = Settings.load(args)
         config = settings.policy_config()
+        self._settings = settings
         self._model = settings.model.name
-        self._control = build_control(config, ReplicaScaler(config), self.epoch)
+        self._control = build_control(config, ReplicaScaler(config), self.epoch, pool=WarmPool(config))
         self._recorder = open_recorder(settings, "controller", self.epoch)
         self._ledger_file = open_ledger(settings, self.epoch, ledger_folder)
         self.desk = ControlDesk(self._control, settings, self._record)
@@ -246,6 +250,16 @@ class Controller:
         self._control.receive_fleet(fleet, received_ns)
         return control_view.wire_plan(self.plan) if self.plan is not None else None
 
+    def claim(self) -> Claim:
+        """Its part in the sharing of what all models together may hold."""
+        advice = self._last.adaptation.advice if self._last is not None else None
+        asks = advice.inputs.get("ask_up", advice.replicas) if advice is not None else None
+        fleet, plan = self._fleet.value if self._fleet is not None else None, self.plan
+        held = [0 if fleet is None else max(fleet.replicas_running, fleet.replicas_target)]
+        if plan is not None and plan.replicas_target is not None:
+            held.append(plan.replicas_target)
+        return claim_of(self._settings, self._model, int(asks) if isinstance(asks, int) else max(held), max(held))
+
     # --- what people ask --------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
@@ -306,6 +320,7 @@ class Controller:
         return {
             "seq": plan.seq,
             "replicas_target": plan.replicas_target,
+            "warm_replicas": plan.warm_replicas,
             "affinity_strength": control_overview.short(plan.affinity_strength),
             "load_bound": control_overview.short(plan.load_bound),
             "forecast_share": control_overview.short(plan.admission.forecast_share),
@@ -330,11 +345,11 @@ class Controller:
         """Usage, budget and limits of every tenant, JSON-able."""
         return self._tenants.state(wall_ns())
 
-    def metrics(self) -> str:
-        """Prometheus text format; what replicas and gateways say is as of the last tick."""
+    def telemetry(self) -> Telemetry:
+        """Its metrics; what replicas and gateways say is as of the last tick."""
         if self._last is not None:
             show_signals(self._telemetry, self._last.signals, self._config.objectives.quantile)
-        return self._telemetry.render().decode()
+        return self._telemetry
 
 
 def next_due_ns(due_ns: int, at_ns: int, period_ns: int) -> int:

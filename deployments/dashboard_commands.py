@@ -18,6 +18,7 @@ import typer
 from dashboards import alerts
 from dashboards.expressions import Answer, of_boards, of_rules
 from deployments import launch, run_state
+from deployments.control_commands import JsonOption
 from deployments.dashboard_check import Prometheus, PrometheusError, answers, resolved
 from deployments.dashboard_publish import PublishError, connect, gateways_of, newest_config, publish, targets
 from deployments.progress import Progress
@@ -62,6 +63,7 @@ def publish_command(
     uid: Annotated[str, typer.Option("--folder-uid", help="Folder in Grafana; made where it is missing.")] = "tidegate",
     title: Annotated[str, typer.Option("--folder-title", help="Its title when it is made.")] = "Tidegate",
     folder: FolderOption = FOLDER,
+    as_json: JsonOption = False,
 ) -> None:
     """Write the boards into a folder of a Grafana; those that are there are replaced."""
     with _one_line_errors():
@@ -71,12 +73,12 @@ def publish_command(
         if not (url or known_url) or not token:
             raise PublishError("give --url or GRAFANA_URL, and --token-file or GRAFANA_TOKEN")
         base = url or known_url or ""
-        for path in publish(connect(base, token), _committed(folder).values(), uid, title):
-            Progress().say(base.rstrip("/") + path)
+        paths = publish(connect(base, token), _committed(folder).values(), uid, title)
+        _say([base.rstrip("/") + path for path in paths], as_json)
 
 
 @dashboards_cli.command()
-def export(folder: FolderOption = FOLDER) -> None:
+def export(folder: FolderOption = FOLDER, as_json: JsonOption = False) -> None:
     """Write the files of all boards and rules from the code."""
     with _one_line_errors():
         wanted = _made(folder)
@@ -86,7 +88,7 @@ def export(folder: FolderOption = FOLDER) -> None:
         for path, text in wanted.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-            Progress().say(str(path))
+        _say([str(path) for path in wanted], as_json)
 
 
 @dashboards_cli.command()
@@ -96,7 +98,7 @@ def check(
         str | None,
         typer.Option("--prometheus", help="Ask this one for every expression, such as http://127.0.0.1:9090."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Are the files what the code makes; with --prometheus: does every expression have data, or a known reason."""
     with _one_line_errors():
@@ -117,6 +119,7 @@ def targets_command(
         str, typer.Option(help="HAProxy's own address: the controller is asked there.")
     ] = "127.0.0.1:8000",
     folder: Annotated[Path, typer.Option("--folder", help="Where Prometheus looks.")] = FOLDER / "prometheus/targets",
+    as_json: JsonOption = False,
 ) -> None:
     """Tell Prometheus where each gateway is. Run it again when gateways came or went."""
     with _one_line_errors():
@@ -127,7 +130,18 @@ def targets_command(
         folder.mkdir(parents=True, exist_ok=True)
         for name, some in (("gateways", addresses), ("controller", [front])):
             (folder / f"{name}.json").write_text(targets(some, model), encoding="utf-8")
-        Progress().say(f"{', '.join(addresses)} in {folder}")
+        if as_json:
+            typer.echo(json.dumps({"gateways": addresses, "controller": front, "folder": str(folder)}))
+        else:
+            Progress().say(f"{', '.join(addresses)} in {folder}")
+
+
+def _say(lines: list[str], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(lines))
+        return
+    for line in lines:
+        Progress().say(line)
 
 
 def register(cli: typer.Typer) -> None:
@@ -147,7 +161,7 @@ def _boards_in(folder: Path) -> list[Path]:
 def _committed(folder: Path) -> Mapping[str, dict[str, Any]]:
     paths = _boards_in(folder)
     if not paths:
-        raise _FileError(f"{folder / 'grafana'}: there are no boards; run: python -m deployments.cli dashboards export")
+        raise _FileError(f"{folder / 'grafana'}: there are no boards; run: tidegate dashboards export")
     try:
         return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
     except ValueError as error:
@@ -188,7 +202,7 @@ def _print(stale: list[str], found: list[Answer], values: Mapping[str, list[str]
         typer.echo(json.dumps({"stale": stale, "expressions": rows, "variables": dict(values)}, indent=1))
         return
     for path in stale:
-        progress.fail(f"{path}: is not what the code makes; run: python -m deployments.cli dashboards export")
+        progress.fail(f"{path}: is not what the code makes; run: tidegate dashboards export")
     for answer in found:
         if not answer.fine:
             progress.fail(f"{answer.expression.place}: no data, and no reason is known: {answer.expression.text}")

@@ -23,11 +23,12 @@ from deployments import keep_alive
 from deployments.attempt import Dispatched
 from deployments.clock import now_ns
 from deployments.errors import ERROR_BODY_BYTES_MAX, GatewayError, engine_error
+from deployments.handoff import Handoff
 from deployments.inbound import Inbound
 from deployments.race import Race
 from deployments.relay import ERROR_KEY, EVENT_STREAM, Exchange, Tail, has_stream_error, usage_of
 from deployments.resume import Journal, ResumeMismatchError
-from deployments.sink import FAILURES, Interrupt, Sink
+from deployments.sink import FAILURES, Interrupt, Sink, own_headers
 from deployments.upstream import UpstreamBrokenError
 from policies.events import (
     AbortUpstream,
@@ -98,6 +99,7 @@ class RequestDriver:
         self._events = 0
         self._over = False
         self._failed_why = ""
+        self._handoff = Handoff(core, inbound)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -202,13 +204,13 @@ class RequestDriver:
         self.upstream_since_ns = 0
         if effect.pause_ms:
             await asyncio.sleep(effect.pause_ms / 1_000)
-        return Routed(await self._core.route(self.request, effect.exclude))
+        return Routed(await self._handoff.route(effect.exclude))
 
     async def _wait(self, ms: float, exclude: frozenset[ReplicaId]) -> Event:
         self.waiting = True
         self.upstream_since_ns = 0
         self._record.wait_begins(now_ns())
-        event = await self._core.wait_for_replica(self.request, ms, exclude)
+        event = await keep_alive.during(self._sink, self._core.wait_for_replica(self.request, ms, exclude))
         self.waiting = False
         self._record.wait_ends(now_ns())
         return event
@@ -233,7 +235,9 @@ class RequestDriver:
         self.first_byte_seen = False
         self.upstream_since_ns = now_ns()
         request_id, trace = self.request.request_id, self._record.trace
-        if hedge_ms is None:
+        if self._handoff.waiting:
+            self._attempt, event = await self._handoff.send(attempt, path, body, self._begin)
+        elif hedge_ms is None:
             event = await attempt.open(path, body, request_id, trace)
         else:
             race = Race(self._begin, lambda a: a.open_and_read(path, body, request_id, trace), self._step)
@@ -475,6 +479,7 @@ class RequestDriver:
         for effect in effects:
             if isinstance(effect, SendError):
                 self._status = effect.status
+        self._handoff.ended(usage)
         record.status = keep_alive.status_sent(self._sink, self._status)
         record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
         record.output_tokens = self._output_tokens
@@ -491,9 +496,4 @@ class RequestDriver:
         return headers
 
     def _own_headers(self) -> list[tuple[bytes, bytes]]:
-        headers = [(b"x-request-id", self.request.request_id.encode())]
-        if self.flow.replica_id is not None:
-            headers.append((b"x-tidegate-replica", self.flow.replica_id.encode()))
-        if self.flow.output_tokens_cap is not None:
-            headers.append((b"x-tidegate-output-tokens-max", str(self.flow.output_tokens_cap).encode()))
-        return headers
+        return own_headers(self.request.request_id, self.flow.replica_id, self.flow.output_tokens_cap)

@@ -28,6 +28,7 @@ from deployments.emulation.http import EngineApp
 from deployments.emulation.signals import Signals
 from deployments.emulation.standalone import main
 from deployments.settings import EmulatedSettings, ModelSettings, Settings
+from deployments.settings_models import MAIN_DEPLOYMENT
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -72,7 +73,7 @@ class EmulatedEngine:
     async def _open(self, settings: Settings, started_ns: int, start: StartTeller) -> None:
         from deployments.replica_wiring import new_host
 
-        emulated = engine_settings(settings.model)
+        emulated = self._settings = engine_settings(settings.model)
         self._faults = FaultBoard(emulated.faults, emulated.seed)
         self._signals = Signals(self._faults)
         self._core = EngineCore(emulated, self._faults, self._shared)
@@ -80,6 +81,8 @@ class EmulatedEngine:
         self._steps = asyncio.create_task(self._core.run(), name="emulated-engine")
         host = new_host(settings, self._shared, started_ns, through=self._signals.through)
         await host.start(self._app, start.first_byte)
+        if settings.model.can_sleep:
+            host.can_sleep(self.sleep, self.wakeup)
         self._host = host
 
     def record_replica_metadata(self) -> dict[str, str]:
@@ -106,6 +109,15 @@ class EmulatedEngine:
         if self._host is not None:
             await self._host.check_health()
 
+    async def sleep(self) -> None:
+        """Compute nothing until :meth:`wakeup`."""
+        self._core.asleep = True
+
+    async def wakeup(self) -> None:
+        """Compute again, after ``emulated.wake_ms``."""
+        await asyncio.sleep((self._settings.wake_ms or 0.0) / 1e3)
+        self._core.asleep = False
+
     async def set_faults(self, changes: Mapping[str, Any], replica_id: str | None = None) -> dict[str, Any]:
         """Change the faults in force here, unless ``replica_id`` names another replica.
 
@@ -118,7 +130,8 @@ class EmulatedEngine:
     async def counters(self) -> dict[str, Any]:
         """Gauges and counters of this replica's engine, and its ``replica_id``."""
         gauges, counters = dataclasses.asdict(self._core.gauges()), dataclasses.asdict(self._core.counters)
-        return {"replica_id": self._replica_id, "pid": os.getpid(), **gauges, **counters}
+        life = {"replica_id": self._replica_id, "pid": os.getpid(), "asleep": self._core.asleep}
+        return life | gauges | counters
 
     async def __del__(self) -> None:
         """Serve awaits it: drain, close the port, stop the engine."""
@@ -148,7 +161,7 @@ def _begin_start(failures: int) -> str:
     context = serve.get_replica_context()
     if failures:
         node = ray.get_runtime_context().get_node_id()
-        count = Path(tempfile.gettempdir()) / f"tidegate-starts-{node[:16]}-{context.app_name}"
+        count = Path(tempfile.gettempdir()) / f"tidegate-starts-{node[:16]}-{context.app_name}-{context.deployment}"
         with count.open("ab") as file:
             file.write(b".")
             file.flush()
@@ -158,8 +171,8 @@ def _begin_start(failures: int) -> str:
     return str(context.replica_id.unique_id)
 
 
-def build_emulated_deployment(settings: Settings, app_name: str | None = None) -> Application:  # noqa: ARG001
-    """The bound ``Engine`` deployment. A replica learns its application's name from Serve: ``app_name`` is not needed.
+def build_emulated_deployment(settings: Settings, name: str = MAIN_DEPLOYMENT) -> Application:
+    """The bound deployment ``name``. A replica learns its application's name from Serve.
 
     Raises:
         ValueError: the emulated KV cache is smaller than one context.
@@ -170,7 +183,7 @@ def build_emulated_deployment(settings: Settings, app_name: str | None = None) -
 
     EngineCore(engine_settings(settings.model), FaultBoard())
     actor = {"num_cpus": min(settings.model.num_cpus, NUM_CPUS_MAX)}
-    options = deployment_options(settings) | {"ray_actor_options": actor}
+    options = deployment_options(settings, name) | {"ray_actor_options": actor}
     return serve.deployment(EmulatedEngine, **options).bind(settings.to_args())
 
 

@@ -10,6 +10,7 @@ What is set here and not left to vLLM's defaults, unless ``model.engine_args`` s
 * CPU: ``enforce_eager``, and ``dtype`` as :func:`cpu_dtype` finds it; memory and threads come as environment
   (``model.engine_environment``);
 * speculation: ``async_scheduling`` off, because only then drafts pass through the scheduler and their depth can move;
+* ``disaggregation``: the connector through which replicas hand caches over (``kv_transfer.py``);
 * GPU: ``tensor_parallel_size`` is ``model.num_gpus``.
 
 One engine per replica: ``data_parallel_size`` above 1 is refused, replicas are what scales.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,13 @@ from ray.serve.llm import LLMConfig, LLMServer
 from starlette.exceptions import HTTPException
 
 from deployments.knobs import EngineShared
+from deployments.kv_transfer import open_side_channel, transfer_arguments
 from deployments.local_model import CALLBACK as LOCAL_MODEL
 from deployments.model import engine_environment, resolve
 from deployments.replica_host import ReplicaHost
 from deployments.replica_wiring import deployment_options, new_host, new_shared, new_start, process_started_ns
 from deployments.settings import ModelSettings, Settings, SettingsError
+from deployments.settings_models import MAIN_DEPLOYMENT
 from deployments.start_report import StartTeller
 
 SCHEDULER = "deployments.scheduler.live_scheduler"
@@ -53,6 +57,7 @@ class VllmEngine(LLMServer):
         self._shared = new_shared()
         async with new_start(settings, started_ns) as start:
             try:
+                open_side_channel(settings)
                 await super().__init__(llm_config(settings, self._shared.path))
                 self._shared.unlink()
                 start.opens(self._shared.read_gauges().compile_ms)
@@ -69,6 +74,8 @@ class VllmEngine(LLMServer):
             devices = [name for name in await self.collective_rpc("tidegate_device", timeout=60.0) if name]
         host = new_host(settings, shared, started_ns, devices)
         await host.start(app, start.first_byte)
+        if settings.model.can_sleep:
+            host.can_sleep(partial(self.sleep, level=1), self.wakeup)
         self._host = host
 
     def record_replica_metadata(self) -> dict[str, str]:
@@ -111,7 +118,7 @@ def llm_config(settings: Settings, shared: Path | None = None) -> LLMConfig:
     """
     model = settings.model
     location = resolve(model.source) if shared is not None else model.source
-    arguments = engine_arguments(model)
+    arguments = engine_arguments(model) | transfer_arguments(settings)
     if shared is not None:
         own = {"tidegate": {"shared": str(shared), "replica_pid": os.getpid()}}
         arguments["additional_config"] = {**arguments.get("additional_config", {}), **own}
@@ -204,8 +211,10 @@ def speak_openai(app: FastAPI) -> None:
     app.middleware_stack = None  # vLLM has built it already; it is built again with the first request
 
 
-def build_engine_deployment(settings: Settings, engine_cls: type[VllmEngine] = VllmEngine) -> Application:
-    """The bound ``Engine`` deployment.
+def build_engine_deployment(
+    settings: Settings, engine_cls: type[VllmEngine] = VllmEngine, name: str = MAIN_DEPLOYMENT
+) -> Application:
+    """The bound deployment ``name``.
 
     Raises:
         SettingsError: engine arguments that contradict the rest.
@@ -216,7 +225,7 @@ def build_engine_deployment(settings: Settings, engine_cls: type[VllmEngine] = V
     environment = actor.get("runtime_env", {})
     variables = {**environment.get("env_vars", {}), **engine_environment(settings.model, _location(settings.model))}
     actor["runtime_env"] = {**environment, "env_vars": variables}
-    options |= deployment_options(settings) | {"ray_actor_options": actor}
+    options |= deployment_options(settings, name) | {"ray_actor_options": actor}
     return serve.deployment(engine_cls, **options).bind(settings.to_args())
 
 

@@ -14,6 +14,7 @@ from ray.serve.request_router import RunningReplica
 
 from deployments.clock import now_ns
 from policies.build import Policies
+from policies.split import Roles
 from policies.types import Reason, ReplicaId, Request, RouteChoice
 
 EMPTY_CHOICE = RouteChoice((), Reason("none_known", "no replica is known"), {}, {})
@@ -44,6 +45,8 @@ class Membership:
     def __init__(self, policies: Policies, on_removed: Callable[[ReplicaId], None] | None = None) -> None:
         self.policies = policies
         self.targets: dict[ReplicaId, Target] = {}
+        """Replaced as a whole when members change."""
+        self._roles = Roles(policies.config)
         self._on_removed = on_removed
 
     def take(self, replicas: Sequence[RunningReplica], *, need_target: bool = True) -> None:
@@ -62,6 +65,10 @@ class Membership:
         for replica_id in self.policies.update_members(members, now_ns()):
             if self._on_removed is not None:
                 self._on_removed(replica_id)
+
+    def prefill(self) -> frozenset[ReplicaId]:
+        """Members that compute prompts for others, by the plan in force."""
+        return self._roles.prefill(self.targets, self.policies.plan_follower.current(now_ns()))
 
     def choose(self, request: Request, exclude: frozenset[ReplicaId]) -> RouteChoice:
         """Ask the pure router, with the affinity strength of the plan in force."""

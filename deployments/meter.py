@@ -114,6 +114,14 @@ class Meter:
             self.telemetry["tidegate_ejections_total"].inc(count - self._ejections.get(code, 0), reason=code)
         self._ejections = dict(counts)
 
+    def split_as(self, code: str) -> None:
+        """Whether a request was split over two replicas, or why not (``policies.split.SplitCode``)."""
+        self.telemetry["tidegate_disaggregation_total"].inc(reason=code)
+
+    def prefilled(self, took_ns: int) -> None:
+        """A prefill replica computed a prompt for another replica."""
+        self.telemetry["tidegate_prefill_leg_seconds"].observe(took_ns / 1e9)
+
     def hedged(self) -> None:
         """A second attempt begins beside a first one."""
         self._window.retries += 1

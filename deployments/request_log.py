@@ -73,6 +73,7 @@ class RequestRecord:
     endpoint: str
     """Path as routed, one of the gateway's own list."""
     arrival_ns: int = 0
+    model: str = ""
     client_id: str = ""
     """The client's own request id, cleaned."""
     key_id: str = ""
@@ -101,6 +102,10 @@ class RequestRecord:
     output_tokens: int | None = None
     usd: float | None = None
     """What the tenant is charged."""
+    split_code: str = ""
+    """Whether its prompt was computed elsewhere, or why not (``policies.split.SplitCode``); empty: no roles here."""
+    prefill_id: ReplicaId = ""
+    """Where its prompt was computed for another replica."""
     waits: list[tuple[int, int]] = field(default_factory=list)
     """Begin and end of each wait, the first :data:`ATTEMPTS_MAX` of them."""
     split: Split | None = None
@@ -170,6 +175,7 @@ class RequestRecord:
             "tenant": self.tenant,
             "class": None if self.priority is None else self.priority.value,
             "task": self.task,
+            "model": self.model,
             "endpoint": self.endpoint,
             "stream": self.stream,
             "status": self.status,
@@ -180,6 +186,8 @@ class RequestRecord:
             "attempts": self.attempts_seen,
             "resumed": self.resumed,
             "hedged": self.hedged,
+            "disaggregation": self.split_code or None,
+            "prefill_replica": self.prefill_id or None,
             "queue_ms": _ms(split.queue_ns if split else self.queue_ns),
             "route_ms": _ms(split.route_ns) if split else None,
             "engine_ttft_ms": _ms(split.engine_ns) if split else None,

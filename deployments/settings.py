@@ -40,8 +40,11 @@ from deployments.settings_engine import (
     StepSettings,
     Strict,
     known_engine_args,
+    split_problems,
 )
 from deployments.settings_errors import SettingsError, key_paths, problems_of, shown, unknown_key
+from deployments.settings_models import FleetSettings, ModelEntry, clashes, named, seen_from
+from deployments.settings_records import LedgerSettings, RecordingSettings, TracingSettings, absolute_path
 from policies.config import (
     AdmissionConfig,
     AffinityConfig,
@@ -57,7 +60,7 @@ from policies.config import (
     TasksConfig,
     TenantConfig,
 )
-from policies.config_guard import GuardConfig, SpeculationConfig
+from policies.config_guard import DisaggregationConfig, GuardConfig, SpeculationConfig
 from policies.objectives import contradictions, for_model, objectives_for
 from policies.types import Priority
 
@@ -109,41 +112,7 @@ class GatewaySettings(Strict):
     @field_validator("cache_salt_file")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
-        return _absolute_path(value)
-
-
-class RecordingSettings(Strict):
-    """What gateways and the controller write down for ``replay``: sizes, times, hashes and reports, never text."""
-
-    folder: str | None = Field(default=None, min_length=1, max_length=4_096)
-    """Absolute path on each host; off when absent."""
-    file_bytes_max: int = Field(default=64_000_000, ge=10_000)
-    """A file is closed at this size and the next one begun."""
-    files_max: int = Field(default=8, ge=2, le=10_000)
-    """Files kept of all gateways of a host together, and as many of its controllers; the oldest goes."""
-
-    @field_validator("folder")
-    @classmethod
-    def _absolute(cls, value: str | None) -> str | None:
-        return _absolute_path(value)
-
-
-class LedgerSettings(RecordingSettings):
-    """The controller's decisions and what became of them, as JSON lines on disk; ``explain --ledger`` reads them."""
-
-    enabled: bool = True
-    folder: str | None = Field(default=None, min_length=1, max_length=4_096)
-    """Absolute path on the controller's host; ``None``: the folder ``tidegate_ledger`` beside Serve's own logs."""
-    file_bytes_max: int = Field(default=16_000_000, ge=10_000)
-    """A file is closed at this size and the next one begun."""
-    files_max: int = Field(default=8, ge=2, le=10_000)
-    """Files kept; the oldest goes."""
-
-
-def _absolute_path(value: str | None) -> str | None:
-    if value is not None and (not value.startswith("/") or "\0" in value):
-        raise ValueError("must be an absolute path: processes of Ray have working folders of their own")
-    return value
+        return absolute_path(value)
 
 
 class AuthSettings(Strict):
@@ -163,7 +132,7 @@ class AuthSettings(Strict):
     @field_validator("keys_file")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
-        return _absolute_path(value)
+        return absolute_path(value)
 
     @field_validator("keys")
     @classmethod
@@ -188,27 +157,13 @@ class AuthSettings(Strict):
         return "none" if self._none else handler(self)
 
 
-class TracingSettings(Strict):
-    """Traces of requests, sent to an OpenTelemetry collector."""
-
-    otlp_endpoint: str | None = Field(default=None, max_length=2_048)
-    """Base URL of a collector that takes OTLP over HTTP, such as ``http://127.0.0.1:4318``; off when absent."""
-    sample_share: float = Field(default=0.01, ge=0, le=1)
-    """Share traced of requests that bring no ``traceparent``; one that comes with a request decides for it."""
-    service_name: str = Field(default="tidegate", min_length=1, max_length=128)
-
-    @field_validator("otlp_endpoint")
-    @classmethod
-    def _url(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", value):
-            raise ValueError("must be a URL such as http://127.0.0.1:4318, without user, query or fragment")
-        return value
-
-
 class Settings(Strict):
     """The whole application. Sections are those of serve_config.yaml's ``args``."""
 
     model: ModelSettings = Field(default_factory=ModelSettings)
+    models: dict[str, ModelEntry] = Field(default_factory=dict)
+    """Models beside the first one, by the name clients ask for."""
+    fleet: FleetSettings = Field(default_factory=FleetSettings)
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     auth: AuthSettings = Field(default_factory=AuthSettings)
     objectives: ObjectivesConfig = Field(default_factory=ObjectivesConfig)
@@ -225,9 +180,15 @@ class Settings(Strict):
     control: ControlConfig = Field(default_factory=ControlConfig)
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
+    disaggregation: DisaggregationConfig = Field(default_factory=DisaggregationConfig)
     ledger: LedgerSettings = Field(default_factory=LedgerSettings)
     recording: RecordingSettings = Field(default_factory=RecordingSettings)
     tracing: TracingSettings = Field(default_factory=TracingSettings)
+
+    @field_validator("models")
+    @classmethod
+    def _named(cls, value: dict[str, ModelEntry]) -> dict[str, ModelEntry]:
+        return named(value)
 
     @classmethod
     def load(cls, args: Mapping[str, Any] | None, elsewhere: Iterable[str] = ()) -> Self:
@@ -246,10 +207,20 @@ class Settings(Strict):
             settings = cls.model_validate_json(json.dumps(dict(args or {}), default=str))
         except ValidationError as error:
             raise SettingsError(problems_of(cls, error, _engine_arg_paths() | set(elsewhere))) from None
-        problems = [*_switched_off(settings), *_contradictions(settings), *_engine_args(settings.model)]
+        problems = list(clashes(settings)) or _problems(settings)
+        for name in settings.models if not problems else ():
+            problems += [f"models.{name}.{line}" for line in _problems(settings.of(name))]
         if problems:
             raise SettingsError(problems)
         return settings
+
+    def of(self, name: str) -> Self:
+        """These settings as the model ``name`` sees them: its sections, and all that is the application's.
+
+        Raises:
+            KeyError: no such model is served.
+        """
+        return cast(Self, seen_from(self, name))
 
     def to_args(self) -> dict[str, Any]:
         """Return plain values that ``load`` turns into equal settings (to hand over to another process)."""
@@ -273,6 +244,7 @@ class Settings(Strict):
             control=self.control,
             speculation=self.speculation,
             guard=self.guard,
+            disaggregation=self.disaggregation,
         )
         return for_model(config, self.model.name)
 
@@ -305,6 +277,10 @@ def _merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
+def _problems(settings: Settings) -> list[str]:
+    return [*_switched_off(settings), *_contradictions(settings), *_engine_args(settings.model)]
+
+
 def _switched_off(settings: Settings) -> list[str]:
     """Sections that differ from their defaults although what they tune is switched off."""
     model = settings.model
@@ -326,6 +302,11 @@ def _switched_off(settings: Settings) -> list[str]:
             not settings.speculation.enabled and settings.speculation != SpeculationConfig(enabled=False),
             "speculation",
             "speculation.enabled is false",
+        ),
+        (
+            not settings.disaggregation.enabled and settings.disaggregation != DisaggregationConfig(),
+            "disaggregation",
+            "disaggregation.enabled is false",
         ),
         (
             not settings.ledger.enabled and settings.ledger != LedgerSettings(enabled=False),
@@ -370,8 +351,17 @@ def _contradictions(settings: Settings) -> list[str]:
     if scaling.replicas_min == 0 and scaling.hold_s_max * 1_000 > settings.gateway.total_timeout_ms:
         limit_s = settings.gateway.total_timeout_ms / 1_000
         found.append(f"scaling.hold_s_max: {scaling.hold_s_max:g}: is above gateway.total_timeout_ms ({limit_s:g} s)")
-    free = settings.prices == PricesConfig(replica_usd_per_hour=settings.prices.replica_usd_per_hour)
+    if scaling.warm_max > scaling.warm_min and not settings.prices.missed_usd:
+        found.append(f"scaling.warm_max: {scaling.warm_max}: has no effect above warm_min while prices.missed_usd is 0")
+    if scaling.asleep_price_share < 1 and not model.can_sleep:
+        where = "needs engine_args.enable_sleep_mode" if model.device == "gpu" else "vLLM cannot sleep on CPU"
+        found.append(f"scaling.asleep_price_share: {scaling.asleep_price_share:g}: {where}")
+    free = settings.prices == PricesConfig(
+        replica_usd_per_hour=settings.prices.replica_usd_per_hour, missed_usd=settings.prices.missed_usd
+    )
     found += _broken_promises(settings)
+    if settings.disaggregation.enabled:
+        found += split_problems(model, settings.disaggregation, settings.scaling.replicas_max)
     for name, tenant in settings.tenants.items():
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
             found.append(f"tenants: {name[:70]!r}: must be 1 to 64 letters, digits, . _ or -")
@@ -386,7 +376,7 @@ def _broken_promises(settings: Settings) -> list[str]:
     found = [
         f"objectives.models.{name}: has no effect because this application serves {model!r}; remove or rename it"
         for name in settings.objectives.models
-        if name != model
+        if name != model and name not in settings.models
     ]
     found += contradictions(config, model)
     for priority in Priority:

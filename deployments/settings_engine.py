@@ -6,11 +6,14 @@ Part of ``deployments/settings.py``, which checks the whole; import its names fr
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from deployments.engine_arguments import engine_arg_names
+from policies.config_guard import DisaggregationConfig
 
 RESERVED_ENGINE_ARGS = frozenset({"model", "served_model_name", "scheduler_cls", "hf_token"})
 """vLLM arguments that Tidegate sets itself, or that must not be written into a file (``hf_token``)."""
@@ -94,6 +97,8 @@ class EmulatedSettings(Strict):
     context_tokens_max: int = Field(default=2_048, ge=1)
     start_ms: float = Field(default=0.0, ge=0)
     """Time from process start to readiness."""
+    wake_ms: float | None = Field(default=None, ge=0)
+    """Time it takes to wake an engine that sleeps; ``None``: this engine cannot sleep."""
     seed: int = Field(default=0, ge=0)
     text: str = Field(default="lorem", min_length=1, max_length=10_000)
     """Words the answers are made of."""
@@ -134,6 +139,13 @@ class ModelSettings(Strict):
     """Longest prompt plus output; ``None``: what the engine says."""
 
     @property
+    def can_sleep(self) -> bool:
+        """Whether its engines can give their device's memory back while they stand by; vLLM has that on GPUs alone."""
+        if self.engine == "emulated":
+            return self.emulated.wake_ms is not None
+        return self.device == "gpu" and bool(self.engine_args.get("enable_sleep_mode"))
+
+    @property
     def known_context_tokens(self) -> int | None:
         """Longest context as far as the settings say; ``None`` when only the engine knows."""
         if self.context_tokens_max is not None:
@@ -146,12 +158,43 @@ class ModelSettings(Strict):
     @field_validator("name")
     @classmethod
     def _printable(cls, value: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/+-]*", value):
-            raise ValueError("may hold letters, digits and . _ : / + - only")
-        return value
+        return check_name(value)
+
+
+def check_name(value: str) -> str:
+    """``value``, if it can be a model's name. Raises ``ValueError``."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,127}", value):
+        raise ValueError("may hold letters, digits and . _ : / + - only, 128 at most")
+    return value
 
 
 def known_engine_args() -> frozenset[str] | None:
     """Names that may stand in ``model.engine_args``; ``None``: vLLM is not installed here, any may."""
     known = engine_arg_names()
     return None if known is None else known - RESERVED_ENGINE_ARGS
+
+
+CONNECTOR: Mapping[str, Any] = MappingProxyType({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
+"""vLLM's connector behind ``disaggregation``, and the role that lets a replica prefill as well as decode."""
+
+
+def split_problems(model: ModelSettings, split: DisaggregationConfig, replicas_max: int) -> list[str]:
+    """What stands in the way of handing caches over between replicas."""
+    found, path = [], "disaggregation.enabled: True"
+    if model.engine != "vllm":
+        found.append(f"{path}: needs model.engine 'vllm', is {model.engine!r}: no other engine hands its cache over")
+    if replicas_max < 2:
+        found.append(f"{path}: needs scaling.replicas_max of at least 2, is {replicas_max}: one replica splits nothing")
+    if split.prefill_replicas >= max(2, replicas_max):
+        found.append(
+            f"disaggregation.prefill_replicas: {split.prefill_replicas}: must be below scaling.replicas_max "
+            f"({replicas_max}): somebody must decode"
+        )
+    own = model.engine_args.get("kv_transfer_config") or {}
+    for name, value in CONNECTOR.items():
+        if isinstance(own, dict) and own.get(name, value) != value:
+            where = f"model.engine_args.kv_transfer_config.{name}"
+            found.append(f"{where}: {own[name]!r}: must be {value!r} with disaggregation.enabled; remove it")
+    if not isinstance(own, dict):
+        found.append(f"model.engine_args.kv_transfer_config: {own!r}: must be a section")
+    return found

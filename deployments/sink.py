@@ -38,3 +38,13 @@ class Sink(Protocol):
 
     async def stream_error(self, error: GatewayError, is_stream: bool) -> None:
         """The response that was begun ends here, so that nobody takes it for complete."""
+
+
+def own_headers(request_id: str, replica_id: str | None, output_tokens_max: int | None) -> list[tuple[bytes, bytes]]:
+    """What the gateway itself tells of a request: its id, its replica, and the output limit of a brownout."""
+    headers = [(b"x-request-id", request_id.encode())]
+    if replica_id is not None:
+        headers.append((b"x-tidegate-replica", replica_id.encode()))
+    if output_tokens_max is not None:
+        headers.append((b"x-tidegate-output-tokens-max", str(output_tokens_max).encode()))
+    return headers

@@ -17,6 +17,7 @@ from policies.admission.gate import AdmissionGate, Pumped
 from policies.config import ClassesConfig, ObjectivesConfig, PolicyConfig
 from policies.control.levers import LeverLoop
 from policies.control.loop import ControlState
+from policies.control.pool import Pool
 from policies.control.scaler import Scaler
 from policies.faults import Quarantine, ReplicaHealth, RetryBudget, with_probe
 from policies.flow import FlowContext
@@ -97,17 +98,25 @@ class Policies:
     def _leave_alone(self, now_ns: int) -> None:
         """Tell the fleet whom not to ask."""
         health = self.flow_context.health
-        self.fleet.block(health.blocked(now_ns), now_ns, health.reason)
+        blocked = health.blocked(now_ns)
+        plan = self.plan_follower.current(now_ns)
+        if plan is not None and plan.warm:
+            self.fleet.block(blocked | plan.warm, now_ns, partial(_why_left, health.reason, plan.warm))
+            if self.fleet.board(now_ns).standings:
+                return
+        self.fleet.block(blocked, now_ns, health.reason)
 
 
 def build_policies(
     config: PolicyConfig,
     seed: int,
     make_router: Callable[[PolicyConfig, PrefixIndex, random.Random], RoutingStrategy] | None = None,
+    first: Policies | None = None,
 ) -> Policies:
-    """Policies of one gateway. ``seed`` breaks ties only; give each gateway its own.
+    """Policies of one gateway for one model. ``seed`` breaks ties only; give each gateway its own.
 
-    ``make_router`` puts a baseline in the place of the live router, for comparison in the simulator.
+    ``make_router`` puts a baseline in the place of the live router, for comparison in the simulator. ``first``: those
+    of the same gateway for its first model; what tenants and tasks may do, and how much it holds, is one for all.
     """
     book = LoadBook()
     index = PrefixIndex(config.routing.index_blocks_max)
@@ -121,10 +130,17 @@ def build_policies(
     if config.scaling.replicas_min == 0:
         cold = ColdGate(config, follower.cold, follower.says_awake, partial(_nobody, fleet, capacity), chance)
     context = FlowContext(
-        admission=AdmissionGate(config, capacity, chance, partial(_admission_knobs, follower), cold),
+        admission=AdmissionGate(
+            config,
+            capacity,
+            chance,
+            partial(_admission_knobs, follower),
+            cold,
+            None if first is None else first.flow_context.admission,
+        ),
         health=ReplicaHealth(config.faults, chance),
         quarantine=Quarantine(config.faults),
-        tasks=TaskBook(config.tasks, config.gateways),
+        tasks=TaskBook(config.tasks, config.gateways) if first is None else first.flow_context.tasks,
         budget=RetryBudget(config.faults, config.gateways),
         book=book,
         router=router,
@@ -146,7 +162,15 @@ def build_policies(
 def _admission_knobs(follower: PlanFollower, now_ns: int) -> AdmissionKnobs:
     """What the plan in force says of admission; nothing where there is none."""
     plan = follower.current(now_ns)
-    return plan.admission if plan is not None else _NO_KNOBS
+    if plan is None or not plan.admission.coming:
+        return plan.admission if plan is not None else _NO_KNOBS
+    age_s = (follower.age_ms(now_ns) or 0.0) / 1_000
+    return replace(plan.admission, coming_s=max(0.0, plan.admission.coming_s - age_s))
+
+
+def _why_left(ejected: Callable[[ReplicaId], str], warm: Collection[ReplicaId], replica_id: ReplicaId) -> str:
+    """Why a replica gets nothing, in words."""
+    return "it is warm, out of rotation" if replica_id in warm else ejected(replica_id)
 
 
 def _nobody(fleet: Fleet, capacity: FleetCapacity, now_ns: int) -> bool:
@@ -157,9 +181,11 @@ def _nobody(fleet: Fleet, capacity: FleetCapacity, now_ns: int) -> bool:
 _NO_KNOBS = AdmissionKnobs()
 
 
-def build_control(config: PolicyConfig, scaler: Scaler, epoch: str, levers: Sequence[LeverLoop] = ()) -> ControlState:
+def build_control(
+    config: PolicyConfig, scaler: Scaler, epoch: str, levers: Sequence[LeverLoop] = (), pool: Pool | None = None
+) -> ControlState:
     """What one life of the controller remembers; ``epoch`` must never have been used by another life.
 
-    ``levers`` are asked after the usual ones (see :class:`~policies.control.loop.ControlState`).
+    ``levers`` are asked after the usual ones, ``pool`` after all (see :class:`~policies.control.loop.ControlState`).
     """
-    return ControlState(config, scaler, epoch, levers)
+    return ControlState(config, scaler, epoch, levers, pool)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from policies.config_base import need
-from policies.config_guard import GuardConfig, SpeculationConfig
+from policies.config_guard import DisaggregationConfig, GuardConfig, SpeculationConfig
 from policies.config_objectives import ModelObjectives, check_part
 from policies.types import Mode, Priority, StepCoefficients
 
@@ -50,7 +50,7 @@ class AdmissionConfig:
     """Stands for the maximal output tokens of a request whose client names none."""
     retry_after_s: float = 1.0
     """Told to refused clients at least."""
-    retry_after_s_max: float = 60.0
+    retry_after_s_max: float = 300.0
     """Told to refused clients at most, however long the queue."""
     retry_after_jitter_share: float = 0.5
     """Each ``Retry-After`` is lengthened by up to this share, drawn evenly: those refused together do not come back
@@ -186,9 +186,18 @@ class PricesConfig:
     output_usd_per_mtok: float = 0.0
     replica_usd_per_hour: float = 0.0
     """What one engine replica costs the operator."""
+    missed_usd: float = 0.0
+    """What a request costs the operator that is not served in time: what warm replicas are weighed by."""
 
     def __post_init__(self) -> None:
-        for name in ("prompt_usd_per_mtok", "cached_usd_per_mtok", "output_usd_per_mtok", "replica_usd_per_hour"):
+        names = (
+            "prompt_usd_per_mtok",
+            "cached_usd_per_mtok",
+            "output_usd_per_mtok",
+            "replica_usd_per_hour",
+            "missed_usd",
+        )
+        for name in names:
             need(getattr(self, name) >= 0, name, "must not be negative")
 
 
@@ -382,6 +391,14 @@ class ScalingConfig:
     """Share of one replica's capacity that is planned with."""
     up_replicas_max: int = 4
     """Largest rise of one decision."""
+    warm_max: int = 0
+    """Most replicas that stand by, started and out of rotation; how many do follows from ``prices``."""
+    warm_min: int = 0
+    """Fewest of them, whatever they cost."""
+    asleep_price_share: float = 1.0
+    """Part of a replica's price that one costs whose engine sleeps; 1: nothing is saved, and none does."""
+    wake_s: float = 5.0
+    """What waking such an engine takes."""
     inflight_target: int = 8
     """Open requests per replica, used by the local rule when no plan is in force."""
     forecast: bool = True
@@ -402,6 +419,14 @@ class ScalingConfig:
         for name in ("zero_after_s", "start_s_prior", "start_s_max", "start_backoff_s", "hold_s_max"):
             need(getattr(self, name) > 0, name, "must be above 0")
         need(self.start_tries_max >= 1, "start_tries_max", "must be at least 1")
+        need(self.warm_min >= 0, "warm_min", "must not be negative")
+        need(0 <= self.asleep_price_share <= 1, "asleep_price_share", "must be in [0, 1]")
+        need(self.wake_s > 0, "wake_s", "must be above 0")
+        need(
+            self.warm_max >= self.warm_min,
+            "warm_max",
+            f"must not be below warm_min ({self.warm_min}), is {self.warm_max}",
+        )
         need(self.up_ticks >= 1, "up_ticks", "must be at least 1")
         need(self.down_window_s >= 0, "down_window_s", "must not be negative")
         need(0 < self.headroom <= 1, "headroom", "must be in (0, 1]")
@@ -462,6 +487,7 @@ class PolicyConfig:
     control: ControlConfig = field(default_factory=ControlConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
+    disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
 
     def tenant(self, name: str) -> TenantConfig:
         """What ``name`` may do."""

@@ -1,4 +1,4 @@
-"""Configuration of what keeps decisions from doing harm, and of speculation. As in ``policies/config.py``."""
+"""Configuration of guard rails, of speculation, and of prefill apart from decode. As in ``policies/config.py``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,32 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         need(0 <= self.explore_share <= 0.2, "explore_share", "must be in [0, 0.2]")
         need(self.steps_min >= 1, "steps_min", "must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class DisaggregationConfig:
+    """Long prompts computed at replicas that prefill, their answers written at replicas that decode."""
+
+    enabled: bool = False
+    uncached_tokens_min: int = 512
+    """A prompt with fewer uncached tokens stays where its answer is written."""
+    prefill_replicas: int = 1
+    """How many replicas prefill while no plan says so; one at least always decodes."""
+    adaptive: bool = True
+    """The controller moves replicas between the roles."""
+    prefill_timeout_ms: float = 30_000.0
+    """Longest time from a prompt's dispatch to a prefill replica to the end of its computation."""
+    pull_timeout_ms: float = 30_000.0
+    """Longest time from the dispatch to a decode replica to its first byte; then it computes the prompt itself."""
+    lease_s: int = 30
+    """Blocks that no decode replica asks for are freed at the prefill replica after this long."""
+
+    def __post_init__(self) -> None:
+        need(self.uncached_tokens_min >= 1, "uncached_tokens_min", "must be at least 1")
+        need(self.prefill_replicas >= 1, "prefill_replicas", "must be at least 1")
+        for name in ("prefill_timeout_ms", "pull_timeout_ms"):
+            need(getattr(self, name) > 0, name, "must be above 0")
+        need(self.lease_s >= 6, "lease_s", "must be at least 6: decode replicas renew it six times in its length")
 
 
 DEPTH_TURNS_MAX = 60

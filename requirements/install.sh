@@ -40,3 +40,5 @@ for name in "$@"; do
         fail "pip could not install $lock (its words are above); for torch's +cpu build point PIP_EXTRA_INDEX_URL at PyTorch's CPU package index"
     echo "$sum" >"$stamp"
 done
+
+ln -sf ../../tidegate .venv/bin/tidegate

@@ -21,6 +21,8 @@ LEFT_OUT = {
     "torchvision",
     "torchaudio",
     "torchcodec",
+    # nixl wants its builds for both CUDA versions and takes one of them; without CUDA that is the newer one.
+    "nixl-cu12",
 }
 
 

@@ -23,7 +23,7 @@ IMPURE_MODULES = frozenset({
     "threading", "time", "urllib", "uuid",
 })  # fmt: skip
 IMPURE_CALLS = frozenset({"open", "print", "input", "exec", "eval", "__import__"})
-JOINERS = frozenset({"attainment", "flow", "flow_context", "hedge", "endings", "build"})
+JOINERS = frozenset({"attainment", "flow", "flow_context", "hedge", "endings", "build", "split"})
 """Modules of policies/ that may import every family."""
 SHARED = frozenset(
     {

@@ -28,6 +28,7 @@ from policies.control.levers import (
     knobs_of,
 )
 from policies.control.levers_model import AdmissionLever, ReplicasLever
+from policies.control.levers_roles import RolesLever
 from policies.control.moves import Move, Place, Value, Wishes
 from policies.control.objective import ObjectiveSample
 from policies.control.scaler import Reconfigurable, ScaleAdvice, Scaler
@@ -87,8 +88,10 @@ class Adapter:
         self._batch = BatchLever(config) if config.batching.enabled else None
         speculation = SpeculationLever(config) if config.speculation.enabled else None
         admission = AdmissionLever(config) if config.admission.adaptive else None
+        split = config.disaggregation
+        roles = RolesLever(config) if split.enabled and split.adaptive else None
         self._replicas = ReplicasLever(scaler) if config.scaling.enabled else None
-        own: tuple[LeverLoop | None, ...] = (self._affinity, self._batch, speculation, admission, *extra)
+        own: tuple[LeverLoop | None, ...] = (self._affinity, self._batch, speculation, admission, roles, *extra)
         self._levers: list[LeverLoop] = [lever for lever in own if lever is not None]
         self._extra = tuple(extra)
         replaces = self._replicas is not None and self._replicas.overrulable

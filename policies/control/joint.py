@@ -10,7 +10,8 @@ Four rules, in this order:
 4. *The number of replicas is bought by its prediction* (:mod:`policies.control.fleet_model`)::
 
        need   = fewest replicas whose predicted met share is within the objectives' quantile of the best that can be had
-       up     when need is above the target for BUY_SHARE of a cold start (at least scaling.up_ticks); a tick that needs
+       up     when need is above the target for BUY_SHARE of a cold start (at least scaling.up_ticks; warm replicas are
+              woken after those alone); a tick that needs
               no more takes back one that did while promises are broken, else the time starts anew
        down   when need, with DOWN_MARGIN more load, was below the target for DOWN_S, and no promise is being broken
 
@@ -95,6 +96,8 @@ class Count:
     alternatives: tuple[Alternative, ...] = ()
     news: bool = False
     """A hold that should be written down although nothing changes."""
+    free: bool = False
+    """Nothing starts and nothing stops: a warm replica wakes or rests."""
 
 
 class ReplicaCount:
@@ -154,7 +157,8 @@ class ReplicaCount:
             return Count(target, Reason("NotKnownYet", "promises are kept, and what a replica carries is not known"))
         if not low <= target <= high:
             bound = max(low, min(high, target))
-            return Count(bound, Reason("Bounded", f"{low} to {high} replicas are allowed"), model.outlook(bound))
+            code = "BoundedByFleet" if bound < target and _is_capped(signals) else "Bounded"
+            return Count(bound, Reason(code, f"{low} to {high} replicas are allowed"), model.outlook(bound))
         self._note(max(enough, need), now_ns)
         if need > target:
             return self._up(need, target, high, signals, model, now_ns)
@@ -213,18 +217,25 @@ class ReplicaCount:
         confirm_s = self._config.up_ticks * self._tick_s
         wait_s = confirm_s if lost else max(BUY_SHARE * cold_s, confirm_s)
         wanted = min(need, high, target + self._config.up_replicas_max)
+        woken = min(signals.warm, wanted - target)
+        if woken > 0:
+            wait_s, wanted = confirm_s, target + woken
         stay, more = model.outlook(target), model.outlook(wanted)
         share = stay.met_share if stay else 0.0
         words = f"{need} replicas keep the promises, {target} keep {share:.0%} of the requests"
         if self._felt_more:
             words = f"refusals and broken promises ask for {need} replicas, though {target} should keep {share:.0%}"
         if wanted <= target:
-            return Count(target, Reason("BoundedByMax", f"{words}; {high} are the most allowed"), stay)
+            code = "BoundedByFleet" if _is_capped(signals) else "BoundedByMax"
+            return Count(target, Reason(code, f"{words}; {high} are the most allowed"), stay)
         if age_s < wait_s:
             text = f"{words} for {age_s:.0f} s: a start takes {cold_s:.0f} s and pays from {wait_s:.0f} s on"
             options = _alternatives([(more, "too early: the burst may be over before it is ready")])
             return Count(target, Reason("WaitsForBurst", text), stay, options, self._is_news(now_ns))
         options = _alternatives([(stay, "breaks promises")])
+        if woken > 0:
+            reason = Reason("WakesWarm", f"{words} for {age_s:.0f} s, and {woken} stand by")
+            return Count(wanted, reason, more, options, free=True)
         if lost:
             self._replaced = slow
             text = f"{words}: {slow} of them are slow and stay, one more costs less than it keeps"
@@ -270,7 +281,8 @@ class ReplicaCount:
             options.append((model.outlook(advice.replicas), f"the scaler's own advice: {advice.reason.code}"))
         if fewer > low:
             options.append((model.outlook(fewer - 1), "would break promises, or not yet shown for long enough"))
-        return Count(fewer, Reason("FewerSuffice", text), less, _alternatives(options))
+        rest = signals.warm + target - fewer <= signals.warm_wanted
+        return Count(fewer, Reason("FewerSuffice", text), less, _alternatives(options), free=rest)
 
     def _was_seen(self, model: FleetModel, now_ns: int) -> bool:
         """Whether the present number was bought by what was seen, and what was seen may still be there."""
@@ -306,6 +318,11 @@ def _bounds(low: int, high: int, signals: Signals) -> tuple[int, int]:
         low, high = max(low, signals.fleet.replicas_min), min(high, signals.fleet.replicas_max)
     low = max(1, low)
     return low, max(low, high)
+
+
+def _is_capped(signals: Signals) -> bool:
+    """Whether the most replicas are what the caps of the whole fleet leave, not what is configured."""
+    return signals.fleet is not None and signals.fleet.capped
 
 
 def _pressed(view: LeverView, target: int) -> bool:
@@ -473,5 +490,5 @@ class Joint:
         predicted = count.predicted.figures() if count.predicted is not None else {}
         return Move(
             Lever.REPLICAS, model_name, {TARGET: before}, {TARGET: count.target}, count.reason, inputs, predicted,
-            urgent=0 in (before, count.target), alternatives=count.alternatives,
+            urgent=0 in (before, count.target), free=count.free, alternatives=count.alternatives,
         )  # fmt: skip

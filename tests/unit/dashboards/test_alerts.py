@@ -40,7 +40,7 @@ def alert_tests() -> Iterator[dict[str, Any]]:
 
 
 def test_the_file_is_what_the_code_makes() -> None:
-    assert RULES.read_text(encoding="utf-8") == text(), "run: python -m deployments.cli dashboards export"
+    assert RULES.read_text(encoding="utf-8") == text(), "run: tidegate dashboards export"
 
 
 def test_the_file_says_the_same_as_the_values_it_is_made_of() -> None:

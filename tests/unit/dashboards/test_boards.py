@@ -32,7 +32,7 @@ def test_the_files_are_what_the_code_makes() -> None:
     wanted = files(GRAFANA)
     found = {path: path.read_text(encoding="utf-8") for path in GRAFANA.iterdir()}
     stale = [path.name for path in wanted.keys() | found.keys() if wanted.get(path) != found.get(path)]
-    assert stale == [], "run: python -m deployments.cli dashboards export"
+    assert stale == [], "run: tidegate dashboards export"
 
 
 def test_there_are_six_boards_with_names_of_their_own() -> None:
