@@ -81,7 +81,7 @@ TARGET_LABELS: Mapping[str, str] = MappingProxyType(
     {
         "job": "tidegate-gateway or tidegate-controller, see dashboards/prometheus/prometheus.yml.",
         "instance": "Address that was scraped: one of each gateway.",
-        "model": "Model that the application serves.",
+        "model": "Model that the application serves; of several, processes set it themselves and that wins.",
     }
 )
 """Labels that no process sets: Prometheus adds them to whatever it scrapes, from its own configuration."""
@@ -400,6 +400,15 @@ CATALOGUE: Mapping[str, Metric] = MappingProxyType({m.name: m for m in _GATEWAY_
 
 ALL: tuple[Metric, ...] = _GATEWAY_METRICS + _CONTROL_METRICS
 """The rows of :data:`CATALOGUE` in order, duplicates included (there must be none)."""
+
+OF_APPLICATION: frozenset[str] = frozenset(
+    name
+    for name in CATALOGUE
+    if name.startswith((f"{PREFIX}auth_", f"{PREFIX}task", f"{PREFIX}tenant_budget", f"{PREFIX}trace_"))
+    or name == f"{PREFIX}open_tasks"
+    or (name.startswith(f"{PREFIX}tenant_") and name.endswith("_total"))
+)
+"""Metrics of the application as a whole. All others have the label ``model`` where it serves several."""
 
 
 def problems(metric: Metric) -> list[str]:

@@ -15,30 +15,34 @@ from deployments.auth import check_keys
 from deployments.gateway import build_gateway_deployment
 from deployments.recording import check_folder
 from deployments.settings import Settings
+from deployments.settings_models import MAIN_DEPLOYMENT, deployments_of, each_of
 
 
-def build_engine(settings: Settings) -> Application:
-    """Return the bound ``Engine`` deployment that ``model.engine`` names.
+def build_engine(settings: Settings, name: str = MAIN_DEPLOYMENT) -> Application:
+    """Return the bound deployment ``name`` of the engine that ``model.engine`` names.
 
     Imports are inside: a machine without vLLM can run the emulated engine, and the other way round.
     """
     if settings.model.engine == "emulated":
         from deployments.emulated_engine import build_emulated_deployment
 
-        return build_emulated_deployment(settings)
+        return build_emulated_deployment(settings, name)
     from deployments.engine import build_engine_deployment
 
-    return build_engine_deployment(settings)
+    return build_engine_deployment(settings, name=name)
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Return the whole application: gateway (ingress), controller actor, engine replicas.
+    """Return the whole application: gateway (ingress), controller actor, engines of each model.
 
     Raises:
         SettingsError: a key is unknown, misplaced or out of range, the folder of the recording cannot be written, or
             the file of API keys cannot be used; the message has path, value and nearest valid key.
     """
     settings = Settings.load(args)
-    check_folder(settings)
+    for each in each_of(settings):
+        check_folder(each)
     check_keys(settings.auth)
-    return build_gateway_deployment(settings, build_engine(settings))
+    names = deployments_of(settings).values()
+    engines = [build_engine(each, name) for each, name in zip(each_of(settings), names, strict=True)]
+    return build_gateway_deployment(settings, *engines)

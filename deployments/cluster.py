@@ -22,6 +22,7 @@ from deployments.haproxy import stand_before
 from deployments.preflight import OBJECT_STORE_BYTES, Port
 from deployments.run_state import RUN_VARIABLE, RunState
 from deployments.settings import Settings, child_environment, ray_token, ray_token_file
+from deployments.settings_models import drain_s_max
 
 HAPROXY_CONNECTIONS_MAX = 4_096
 HAPROXY_RETRIES_MAX = 1
@@ -77,7 +78,7 @@ def cluster_environment(settings: Settings, ports: Ports, temp_dir: str, run_id:
     gateway's budget, and its hard stop (120 s by default) would cut streams that outlive a reload. Its files lie
     directly in ``temp_dir``: Ray adds a folder named after the node (56 characters), HAProxy's socket paths end at 97.
     """
-    gateway, drain_s = settings.gateway, int(settings.model.drain_s_max)
+    gateway, drain_s = settings.gateway, int(drain_s_max(settings))
     silence_s = int(gateway.total_timeout_ms / 1000) + MARGIN_S
     client_s = int(max(gateway.client_idle_timeout_ms, gateway.body_timeout_ms) / 1000) + MARGIN_S
     haproxy = {

@@ -30,13 +30,14 @@ class ControlError(Exception):
 
 
 class ControlClient:
-    """One gateway. ``url`` is its base, such as ``http://127.0.0.1:8000``."""
+    """One gateway. ``url`` is its base, such as ``http://127.0.0.1:8000``; questions are about ``model``."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, model: str | None = None) -> None:
         if not url.startswith(("http://", "https://")):
             raise ControlError(f"--url {url}: must begin with http:// or https://")
         self._url = url.rstrip("/")
         self._key = key
+        self._query = "" if model is None else urllib.parse.urlencode({"model": model})
 
     def get(self, path: str, query: Mapping[str, Any] | None = None) -> Any:
         """The JSON answer to GET ``path``; values of ``query`` that are ``None`` are left out."""
@@ -57,6 +58,8 @@ class ControlClient:
         if self._key is not None:
             headers["authorization"] = f"Bearer {self._key}"
         try:
+            if self._query:
+                path += ("&" if "?" in path else "?") + self._query
             request = urllib.request.Request(self._url + path, data=body, headers=headers, method=method)
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                 return json.loads(answer.read(ANSWER_BYTES_MAX))

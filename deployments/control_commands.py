@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,9 @@ shadow_cli = typer.Typer(help="Shadow mode: decide and write down, but change no
 UrlOption = Annotated[str, typer.Option("--url", help="The gateway.")]
 KeyFileOption = Annotated[
     Path | None, typer.Option("--key-file", help="File whose first line is the API key; else TIDEGATE_API_KEY.")
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="Of an application that serves several; else its first one.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LedgerOption = Annotated[
@@ -67,17 +71,17 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def client_of(url: str, key_file: Path | None) -> ControlClient:
-    """A client of the gateway at ``url`` with the key of ``key_file``, else of the environment."""
+def client_of(url: str, key_file: Path | None, model: str | None = None) -> ControlClient:
+    """A client of the gateway at ``url`` with the key of ``key_file``, else of the environment, about ``model``."""
     if key_file is None:
-        return ControlClient(url, api_key())
+        return ControlClient(url, api_key(), model)
     try:
         lines = key_file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ControlError(f"{key_file}: cannot be read: {getattr(error, 'strerror', None) or 'is not text'}") from None
     if not lines or not lines[0].strip():
         raise ControlError(f"{key_file}: its first line must be the API key")
-    return ControlClient(url, lines[0].strip())
+    return ControlClient(url, lines[0].strip(), model)
 
 
 def _print(value: Any, as_json: bool, lines: Callable[[], Sequence[str]]) -> None:
@@ -99,12 +103,13 @@ def explain(
     ledger: LedgerOption = None,
     url: UrlOption = URL,
     key_file: KeyFileOption = None,
+    model: ModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a decision changed, why, what else was considered, what was predicted and what happened."""
     with one_line_errors():
         wanted = Wanted(lever, target, since)
-        fetch = _source(ledger, url, key_file)
+        fetch = _source(ledger, url, key_file, model)
         if which != "last" and not (which.isascii() and which.isdigit()):
             raise ControlError(f"{which!r}: give the number of a decision, or last; `decisions` lists them")
         if which != "last":
@@ -128,13 +133,14 @@ def decisions(
     ledger: LedgerOption = None,
     url: UrlOption = URL,
     key_file: KeyFileOption = None,
+    model: ModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List decisions, oldest first, one line each; with --json --follow one object a line."""
     with one_line_errors():
         if follow and ledger is not None:
             raise ControlError("--follow asks the gateway; it does not go with --ledger")
-        fetch, wanted = _source(ledger, url, key_file), Wanted(lever, target, since)
+        fetch, wanted = _source(ledger, url, key_file, model), Wanted(lever, target, since)
         found = fetch(limit, None, wanted)
         if not follow:
             _print(found, as_json, lambda: [words.headline(e) for e in found] or ["no decisions: the fleet was steady"])
@@ -166,11 +172,11 @@ Fetch = Callable[[int, int | None, Wanted], list[dict[str, Any]]]
 """Limit, number after which to begin, filter -> entries, oldest first."""
 
 
-def _source(ledger: Path | None, url: str, key_file: Path | None) -> Fetch:
+def _source(ledger: Path | None, url: str, key_file: Path | None, model: str | None) -> Fetch:
     """Where decisions come from: the ledger's files, or a gateway."""
     if ledger is not None:
         return lambda limit, since_seq, wanted: read_ledger(ledger, limit, since_seq, wanted, Progress().warn)
-    client = client_of(url, key_file)
+    client = client_of(url, key_file, model)
 
     def fetch(limit: int, since_seq: int | None, wanted: Wanted) -> list[dict[str, Any]]:
         query = {
@@ -191,11 +197,12 @@ def conditions(
     everything: Annotated[bool, typer.Option("--all", help="Inactive ones as well.")] = False,
     url: UrlOption = URL,
     key_file: KeyFileOption = None,
+    model: ModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what is wrong now: active conditions with figures and the next step."""
     with one_line_errors():
-        rows = client_of(url, key_file).get("/control/conditions")["data"]
+        rows = client_of(url, key_file, model).get("/control/conditions")["data"]
         if name is not None and name not in {row["name"] for row in rows}:
             raise ControlError(f"there is no condition {name!r}; there are: {', '.join(row['name'] for row in rows)}")
         chosen = [row for row in rows if row["name"] == name or (name is None and (everything or row["active"]))]
@@ -215,21 +222,24 @@ def override_set(
     why: WhyOption = None,
     url: UrlOption = URL,
     key_file: KeyFileOption = None,
+    model: ModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Hold a knob at a value."""
     with one_line_errors():
         given: float | int = int(value) if value.is_integer() else value
         body = {"knob": knob, "value": given, "target": target, "expires_in_s": seconds_of(lasts), "why": why}
-        held = client_of(url, key_file).post("/control/overrides", body)
+        held = client_of(url, key_file, model).post("/control/overrides", body)
         _print(held, as_json, lambda: [words.override_line(held), f"to take it back: override clear {held['id']}"])
 
 
 @override_cli.command("list")
-def override_list(url: UrlOption = URL, key_file: KeyFileOption = None, as_json: JsonOption = False) -> None:
+def override_list(
+    url: UrlOption = URL, key_file: KeyFileOption = None, model: ModelOption = None, as_json: JsonOption = False
+) -> None:
     """Show all overrides in force."""
     with one_line_errors():
-        rows = client_of(url, key_file).get("/control/overrides")["data"]
+        rows = client_of(url, key_file, model).get("/control/overrides")["data"]
         _print(rows, as_json, lambda: [words.override_line(row) for row in rows] or ["no override is in force"])
 
 
@@ -239,6 +249,7 @@ def override_clear(
     everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
     url: UrlOption = URL,
     key_file: KeyFileOption = None,
+    model: ModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Take an override back: the control plane decides again."""
@@ -246,7 +257,7 @@ def override_clear(
         if (override_id is None) is not everything:
             raise ControlError("give the id of one override (`override list` shows them), or --all")
         path = "/control/overrides" if override_id is None else f"/control/overrides/{override_id}"
-        rows = client_of(url, key_file).delete(path)["data"]
+        rows = client_of(url, key_file, model).delete(path)["data"]
         gone = "no override was in force"
         _print(rows, as_json, lambda: [f"taken back: {words.override_line(row)}" for row in rows] or [gone])
 
@@ -261,10 +272,11 @@ def shadow_on(
     why: WhyOption = None,
     url: UrlOption = URL,
     key_file: KeyFileOption = None,
+    model: ModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Decide and write down, but change nothing any more."""
-    _set_shadow({"shadow": True, "knob": knob, "why": why}, lasts, url, key_file, as_json)
+    _set_shadow({"shadow": True, "knob": knob, "why": why}, lasts, partial(client_of, url, key_file, model), as_json)
 
 
 @shadow_cli.command("off")
@@ -274,23 +286,26 @@ def shadow_off(
     why: WhyOption = None,
     url: UrlOption = URL,
     key_file: KeyFileOption = None,
+    model: ModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Act on decisions again; where the configuration says shadow, for as long as --for says."""
-    _set_shadow({"shadow": False, "knob": knob, "why": why}, lasts, url, key_file, as_json)
+    _set_shadow({"shadow": False, "knob": knob, "why": why}, lasts, partial(client_of, url, key_file, model), as_json)
 
 
 @shadow_cli.command("status")
-def shadow_status(url: UrlOption = URL, key_file: KeyFileOption = None, as_json: JsonOption = False) -> None:
+def shadow_status(
+    url: UrlOption = URL, key_file: KeyFileOption = None, model: ModelOption = None, as_json: JsonOption = False
+) -> None:
     """Show for every knob whether decisions about it are acted on."""
     with one_line_errors():
-        rows = client_of(url, key_file).get("/control/shadow")["data"]
+        rows = client_of(url, key_file, model).get("/control/shadow")["data"]
         _print(rows, as_json, lambda: [words.shadow_line(row) for row in rows])
 
 
-def _set_shadow(body: Mapping[str, Any], lasts: str, url: str, key_file: Path | None, as_json: bool) -> None:
+def _set_shadow(body: Mapping[str, Any], lasts: str, client: Callable[[], ControlClient], as_json: bool) -> None:
     with one_line_errors():
-        rows = client_of(url, key_file).post("/control/shadow", {**body, "expires_in_s": seconds_of(lasts)})["data"]
+        rows = client().post("/control/shadow", {**body, "expires_in_s": seconds_of(lasts)})["data"]
         _print(rows, as_json, lambda: [words.shadow_line(row) for row in rows])
 
 

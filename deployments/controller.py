@@ -330,11 +330,11 @@ class Controller:
         """Usage, budget and limits of every tenant, JSON-able."""
         return self._tenants.state(wall_ns())
 
-    def metrics(self) -> str:
-        """Prometheus text format; what replicas and gateways say is as of the last tick."""
+    def telemetry(self) -> Telemetry:
+        """Its metrics; what replicas and gateways say is as of the last tick."""
         if self._last is not None:
             show_signals(self._telemetry, self._last.signals, self._config.objectives.quantile)
-        return self._telemetry.render().decode()
+        return self._telemetry
 
 
 def next_due_ns(due_ns: int, at_ns: int, period_ns: int) -> int:

@@ -29,8 +29,11 @@ JITTER_SHARE = 0.1
 class ControllerLink:
     """Calls on the controller, each bounded in time."""
 
-    def __init__(self, core: GatewayCore) -> None:
+    def __init__(self, core: GatewayCore, is_first: bool = True) -> None:
+        """``is_first``: of the gateway's first model, which tells of tenants and tasks for all."""
         self._core = core
+        self._is_first = is_first
+        self._model = core.settings.model.name
         self._reachable = True
         self._lookup: asyncio.Future[Any] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -41,7 +44,9 @@ class ControllerLink:
     def start(self) -> None:
         """Start reporting on the running loop."""
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._report_forever()), loop.create_task(self._tenants_forever())]
+        self._tasks = [loop.create_task(self._report_forever())]
+        if self._is_first:
+            self._tasks.append(loop.create_task(self._tenants_forever()))
 
     async def close(self) -> None:
         """Stop reporting, and return what is left of leases."""
@@ -49,26 +54,29 @@ class ControllerLink:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if tasks:
+        if tasks and self._is_first:
             await self.tenants_once(leaving=True)
 
     async def ask(self, method: str, *args: Any) -> Any:
-        """Call ``method`` of the controller for a client.
+        """Call ``method`` of the controller for a client; it is about this model.
 
         Raises:
             GatewayError: 503, the controller is away.
         """
         try:
-            return await self._call(method, *args)
+            return await self._ask(method, *args)
         except Exception as error:  # noqa: BLE001  (dead, hanging, replaced: to a client they are the same)
             why = "it does not answer in time" if isinstance(error, TimeoutError) else "it is being replaced"
             message = f"The controller cannot be asked now: {why}. Requests are served without it."
             raise GatewayError(503, "server_error", "controller_unavailable", message, None, 5.0) from None
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _ask(self, method: str, *args: Any) -> Any:
+        return await self._call(method, *args, model=self._model)
+
+    async def _call(self, method: str, *args: Any, **named: Any) -> Any:
         async with asyncio.timeout(CALL_TIMEOUT_S):
             actor = await self._actor()
-            return await getattr(actor, method).remote(*args)
+            return await getattr(actor, method).remote(*args, **named)
 
     async def _actor(self) -> Any:
         """The lookup blocks, so it runs in a thread; a hanging one is joined, not multiplied."""
@@ -83,7 +91,8 @@ class ControllerLink:
         while True:
             await asyncio.sleep(interval_s * rng.uniform(1 - JITTER_SHARE, 1 + JITTER_SHARE))
             await self.report_once()
-            await self.exchange_tasks()
+            if self._is_first:
+                await self.exchange_tasks()
 
     async def _tenants_forever(self) -> None:
         interval_ns = round(self._core.settings.gateway.report_interval_ms * 1e6)
@@ -118,14 +127,14 @@ class ControllerLink:
         plan, ejected = follower.current(at_ns), core.policies.flow_context.health.ejected()
         plan_seq = plan.seq if plan is not None else None
         try:
-            tasks_open = core.policies.flow_context.tasks.open_tasks
+            tasks_open = core.policies.flow_context.tasks.open_tasks if self._is_first else 0
             report = core.meter.report(
                 len(core.drivers), core.queued, plan_seq, ejected, follower.overrides(at_ns), tasks_open
             )
             answer = await self._call("report_gateway", report)
             if answer is not None:
                 follower.receive(answer, now_ns())
-                await core.objectives.tell(self._call, answer.epoch, core.meter.gateway_id)
+                await core.objectives.tell(self._ask, answer.epoch, core.meter.gateway_id)
             if not self._reachable:
                 logger.info("The controller answers again.")
             self._reachable = True

@@ -1,4 +1,7 @@
-"""What all requests of one gateway share: policies, membership, connections, counts, and the watch over them.
+"""What all requests of one gateway for one model share: policies, membership, connections, counts, and their watch.
+
+A gateway that serves several models has one core for each (``served.py``). What belongs to the gateway as a whole is
+the first core's, and the others use it: tenants, tasks, bounds, the cache's secret, the last requests, tracing.
 
 Everything here lives on one event loop, the one Serve runs the gateway's code on: policies have no locks, and
 :meth:`GatewayCore.check_loop` fails loudly when something calls from another.
@@ -40,9 +43,9 @@ from deployments.serve_internals import (
     request_router,
 )
 from deployments.settings import Settings
-from deployments.tracing import open_tracing
+from deployments.tracing import Tracing, open_tracing
 from deployments.upstream import ConnectionPool
-from policies.build import build_policies
+from policies.build import Policies, build_policies
 from policies.config import ObjectivesConfig
 from policies.events import Event, Expired, Finish, Granted, Outcome, Routed, Usage, WaitedOut
 from policies.flow import RequestFlow
@@ -63,27 +66,34 @@ NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})
 class GatewayCore:
     """See the module. Built inside the event loop that will run every request."""
 
-    def __init__(self, settings: Settings, engine: DeploymentHandle[Any], gateway_id: str) -> None:
+    def __init__(
+        self, settings: Settings, engine: DeploymentHandle[Any], gateway_id: str, first: GatewayCore | None = None
+    ) -> None:
+        """``settings`` as the model sees them; ``first``: the core of the gateway's first model, if this is another."""
         self.settings = settings
-        self.policies = build_policies(settings.policy_config(), settings.gateway.seed ^ _seed_of(gateway_id))
+        seed = settings.gateway.seed ^ _seed_of(gateway_id)
+        self.policies: Policies = build_policies(
+            settings.policy_config(), seed, first=None if first is None else first.policies
+        )
         self.meter = Meter(gateway_id, settings.model.name, self._objectives_of)
         self.objectives = LiveObjectives(settings, self.policies, self.meter.telemetry)
         self.membership = Membership(self.policies, self.meter.telemetry.remove_replica)
         self.ratio = TokenRatio()
-        self.cache_salt = CacheSalt(settings.gateway.cache_salt_file)
+        self.cache_salt: CacheSalt = CacheSalt(settings.gateway.cache_salt_file) if first is None else first.cache_salt
         self.log = RequestLog()
-        self.recent = RecentRequests(gateway_id)
-        self.tracing = open_tracing(settings, gateway_id)
+        self.recent: RecentRequests = RecentRequests(gateway_id) if first is None else first.recent
+        self.tracing: Tracing | None = open_tracing(settings, gateway_id) if first is None else first.tracing
         """``None``: requests are not traced."""
         self.context_tokens_max = settings.model.known_context_tokens
         """Longest prompt plus output; ``None``: only the engine knows."""
         self.resumable = settings.faults.resume and not engine_reason(settings.model.engine_args)
         self.drivers: set[RequestDriver] = set()
         """Open requests; admission bounds how many."""
-        self.pool = ConnectionPool(settings.gateway.connect_timeout_ms)
+        self.pool: ConnectionPool = ConnectionPool(settings.gateway.connect_timeout_ms)
         self.recorder = open_recorder(settings, "gateway", gateway_id)
         """``None``: nothing is recorded."""
-        self._heap = HeapTrimmer()
+        self._first = first
+        self._heap = HeapTrimmer() if first is None else None
         self._loop = asyncio.get_running_loop()
         self._handle = engine
         self._attached = False
@@ -99,7 +109,7 @@ class GatewayCore:
         await asyncio.gather(self._sweeper, return_exceptions=True)
         self.pool.close()
         self.log.flush()
-        if self.tracing is not None:
+        if self.tracing is not None and self._first is None:
             await asyncio.to_thread(self.tracing.close)
         if self.recorder is not None:
             await asyncio.to_thread(self.recorder.close)
@@ -306,7 +316,8 @@ class GatewayCore:
             try:
                 self._attach()
                 self.sweep(now_ns())
-                self._heap.trim(now_ns())
+                if self._heap is not None:
+                    self._heap.trim(now_ns())
             except Exception:
                 logger.exception("The watch over open requests failed; it goes on.")
 

@@ -28,6 +28,7 @@ from deployments.emulation.http import EngineApp
 from deployments.emulation.signals import Signals
 from deployments.emulation.standalone import main
 from deployments.settings import EmulatedSettings, ModelSettings, Settings
+from deployments.settings_models import MAIN_DEPLOYMENT
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -148,7 +149,7 @@ def _begin_start(failures: int) -> str:
     context = serve.get_replica_context()
     if failures:
         node = ray.get_runtime_context().get_node_id()
-        count = Path(tempfile.gettempdir()) / f"tidegate-starts-{node[:16]}-{context.app_name}"
+        count = Path(tempfile.gettempdir()) / f"tidegate-starts-{node[:16]}-{context.app_name}-{context.deployment}"
         with count.open("ab") as file:
             file.write(b".")
             file.flush()
@@ -158,8 +159,8 @@ def _begin_start(failures: int) -> str:
     return str(context.replica_id.unique_id)
 
 
-def build_emulated_deployment(settings: Settings, app_name: str | None = None) -> Application:  # noqa: ARG001
-    """The bound ``Engine`` deployment. A replica learns its application's name from Serve: ``app_name`` is not needed.
+def build_emulated_deployment(settings: Settings, name: str = MAIN_DEPLOYMENT) -> Application:
+    """The bound deployment ``name``. A replica learns its application's name from Serve.
 
     Raises:
         ValueError: the emulated KV cache is smaller than one context.
@@ -170,7 +171,7 @@ def build_emulated_deployment(settings: Settings, app_name: str | None = None) -
 
     EngineCore(engine_settings(settings.model), FaultBoard())
     actor = {"num_cpus": min(settings.model.num_cpus, NUM_CPUS_MAX)}
-    options = deployment_options(settings) | {"ray_actor_options": actor}
+    options = deployment_options(settings, name) | {"ray_actor_options": actor}
     return serve.deployment(EmulatedEngine, **options).bind(settings.to_args())
 
 

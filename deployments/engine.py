@@ -35,6 +35,7 @@ from deployments.model import engine_environment, resolve
 from deployments.replica_host import ReplicaHost
 from deployments.replica_wiring import deployment_options, new_host, new_shared, new_start, process_started_ns
 from deployments.settings import ModelSettings, Settings, SettingsError
+from deployments.settings_models import MAIN_DEPLOYMENT
 from deployments.start_report import StartTeller
 
 SCHEDULER = "deployments.scheduler.live_scheduler"
@@ -204,8 +205,10 @@ def speak_openai(app: FastAPI) -> None:
     app.middleware_stack = None  # vLLM has built it already; it is built again with the first request
 
 
-def build_engine_deployment(settings: Settings, engine_cls: type[VllmEngine] = VllmEngine) -> Application:
-    """The bound ``Engine`` deployment.
+def build_engine_deployment(
+    settings: Settings, engine_cls: type[VllmEngine] = VllmEngine, name: str = MAIN_DEPLOYMENT
+) -> Application:
+    """The bound deployment ``name``.
 
     Raises:
         SettingsError: engine arguments that contradict the rest.
@@ -216,7 +219,7 @@ def build_engine_deployment(settings: Settings, engine_cls: type[VllmEngine] = V
     environment = actor.get("runtime_env", {})
     variables = {**environment.get("env_vars", {}), **engine_environment(settings.model, _location(settings.model))}
     actor["runtime_env"] = {**environment, "env_vars": variables}
-    options |= deployment_options(settings) | {"ray_actor_options": actor}
+    options |= deployment_options(settings, name) | {"ray_actor_options": actor}
     return serve.deployment(engine_cls, **options).bind(settings.to_args())
 
 

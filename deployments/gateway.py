@@ -5,6 +5,8 @@
     handle_api (Python) /        |
                                core (policies, membership, counts)  <->  controller_link (reports, plans)
 
+One core and one line to the controller for each model that is served (``served.py``).
+
 HTTP and handle calls, Serve's router and the policies run on one event loop: Serve is told to run this deployment's
 code on the replica's own loop (:data:`ENV`), where direct ingress hands ``send`` straight to the HTTP server. Without
 HAProxy, or without these variables, all works the same on the loop Serve gives us, with more copies on the way.
@@ -30,7 +32,9 @@ from deployments.handle_api import HandleApi
 from deployments.http_front import HttpFront
 from deployments.own_answers import OwnAnswers
 from deployments.serve_internals import serve_http_host
+from deployments.served import Served
 from deployments.settings import Settings
+from deployments.settings_models import drain_s_max, each_of
 
 logger = logging.getLogger("ray.serve")
 
@@ -57,35 +61,41 @@ class Gateway:
     """See the module. Constructed by Serve on the loop that will run every request."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits constructors
-        self, settings: dict[str, Any], engine: DeploymentHandle[Any]
+        self, settings: dict[str, Any], *engines: DeploymentHandle[Any]
     ) -> None:
-        """``settings`` are ``Settings.to_args()``; ``engine`` is the handle to the engine deployment."""
+        """``settings`` are ``Settings.to_args()``; ``engines``: handles to each model's engines, as they are listed."""
         loaded = Settings.load(settings)
-        self._gateway_id = serve.get_replica_context().replica_id.unique_id
-        self._core = GatewayCore(loaded, engine, self._gateway_id)
-        self._controller = ControllerLink(self._core)
-        self._api = HandleApi(self._core)
+        gateway_id = serve.get_replica_context().replica_id.unique_id
+        cores: list[GatewayCore] = []
+        for each, engine in zip(each_of(loaded), engines, strict=True):
+            cores.append(GatewayCore(each, engine, gateway_id, cores[0] if cores else None))
+        self._served = Served(cores, [ControllerLink(core, core is cores[0]) for core in cores])
+        self._api = HandleApi(self._served)
         self._rule = ClientRule(loaded.gateway.clients, await serve_http_host())
         if self._rule.closed_reason is not None:
             logger.error("Every HTTP request will be refused: %s.", self._rule.closed_reason)
         self._auth = Authenticator(loaded.auth)
-        self._own = OwnAnswers(self._core, self._controller)
-        self._auth.start(self._core.meter.telemetry)
-        self._controller.start()
+        self._own = OwnAnswers(self._served)
+        self._auth.start(cores[0].meter.telemetry)
+        for link in self._served.links.values():
+            link.start()
 
     def __serve_build_asgi_app__(self) -> HttpFront:
         """The application Serve runs for HTTP."""
-        return HttpFront(self._core, self._rule, self._auth, self._own)
+        return HttpFront(self._served, self._rule, self._auth, self._own)
 
     def reconfigure(self, user_config: Any) -> None:
         """Take the deployment's ``user_config``; Serve calls this at the start and on every change. Never raises."""
-        self._core.objectives.take(user_config)
+        for core in self._served.cores.values():
+            core.objectives.take(user_config)
 
     async def __del__(self) -> None:
         """Stop background work; Serve awaits this when the replica has drained."""
         await self._auth.close()
-        await self._controller.close()
-        await self._core.close()
+        for link in self._served.links.values():
+            await link.close()
+        for core in reversed([*self._served.cores.values()]):
+            await core.close()
 
     # --- methods on the deployment handle; ``caller``: tenant and headers of ``HandleApi.call`` ----------------------
 
@@ -123,9 +133,9 @@ class Gateway:
 
 
 def build_gateway_deployment(
-    settings: Settings, engine: Application, controller: DeploymentActorConfig | None = None
+    settings: Settings, *engines: Application, controller: DeploymentActorConfig | None = None
 ) -> Application:
-    """The bound gateway, with the controller as its deployment-scoped actor."""
+    """The bound gateway, with the controller as its deployment-scoped actor; ``engines`` as the models are listed."""
     if controller is None:
         from deployments.controller_actor import controller_actor_config
 
@@ -135,9 +145,9 @@ def build_gateway_deployment(
         name=NAME,
         num_replicas=settings.gateway.replicas,
         max_ongoing_requests=ONGOING_REQUESTS_MAX,
-        graceful_shutdown_timeout_s=settings.model.drain_s_max,
+        graceful_shutdown_timeout_s=drain_s_max(settings),
         ray_actor_options={"num_cpus": NUM_CPUS, "runtime_env": {"env_vars": ENV}},
         deployment_actors=[controller],
         logging_config={"enable_access_log": False},
     )
-    return deployment.bind(settings.to_args(), engine)
+    return deployment.bind(settings.to_args(), *engines)

@@ -23,12 +23,12 @@ import msgspec
 
 from deployments.auth import ANYBODY, Principal
 from deployments.clock import now_ns
-from deployments.core import GatewayCore
 from deployments.driver import Interrupt, RequestDriver
 from deployments.endpoints import RELAYED, Endpoint
 from deployments.errors import GatewayError, bad_request, engine_error
 from deployments.ids import new_request_id
 from deployments.request_log import RequestRecord
+from deployments.served import Served
 from policies.config import DEFAULT_TENANT
 from policies.events import Outcome
 
@@ -146,8 +146,9 @@ class _Caller:
 class HandleApi:
     """Runs one call of a handle method."""
 
-    def __init__(self, core: GatewayCore) -> None:
-        self._core = core
+    def __init__(self, served: Served) -> None:
+        self._core = served.first
+        self._served = served
 
     async def call(
         self, path: str, body: Any, tenant: str = DEFAULT_TENANT, headers: Mapping[str, str] | None = None
@@ -169,8 +170,9 @@ class HandleApi:
 
     def _driver(self, endpoint: Endpoint, raw: bytes, sink: CollectSink | QueueSink, caller: _Caller) -> RequestDriver:
         with self._counted(endpoint.path, caller.principal.tenant):
-            inbound = self._core.parse(raw, endpoint, now_ns(), new_request_id(), caller.principal, caller.headers)
-        return RequestDriver(self._core, inbound, sink)
+            core = self._served.core_of(raw)
+            inbound = core.parse(raw, endpoint, now_ns(), new_request_id(), caller.principal, caller.headers)
+        return RequestDriver(core, inbound, sink)
 
     @contextlib.contextmanager
     def _counted(self, path: str, tenant: object) -> Iterator[None]:

@@ -21,7 +21,6 @@ from deployments.auth import CHALLENGE, Authenticator, require
 from deployments.clients import ClientRule, check_site
 from deployments.clock import now_ns
 from deployments.control_api import BODY_BYTES_MAX as OWN_BODY_BYTES_MAX
-from deployments.core import GatewayCore
 from deployments.dashboard_page.serving import load_page
 from deployments.driver import Interrupt, RequestDriver
 from deployments.endpoints import OPEN, RELAYED, Dialect, allowed_methods, label_of, scope_needed
@@ -32,6 +31,7 @@ from deployments.keep_alive import HeldSink
 from deployments.own_answers import Answer, OwnAnswers
 from deployments.request_log import RequestRecord
 from deployments.serve_internals import FixedHeadersMessage
+from deployments.served import Served
 from deployments.shield import CLIENT_ID_KEY, REQUEST_ID_KEY
 from policies.events import Outcome
 
@@ -94,8 +94,9 @@ class HttpSink:
 class HttpFront:
     """The ASGI callable. ``rule`` is set once Serve's front address is known."""
 
-    def __init__(self, core: GatewayCore, rule: ClientRule, auth: Authenticator, own: OwnAnswers) -> None:
-        self._core = core
+    def __init__(self, served: Served, rule: ClientRule, auth: Authenticator, own: OwnAnswers) -> None:
+        core = self._core = served.first
+        self._served = served
         self._rule = rule
         self._auth = auth
         self._own = own
@@ -138,15 +139,17 @@ class HttpFront:
                 await _send_answer(send, Answer(b"", 204), request_id, allow=", ".join(allowed_methods(path)))
             elif endpoint is not None:
                 body = await self._read_body(headers, receive, self._body_bytes_max, record)
-                inbound = self._core.parse(body, endpoint, arrival_ns, request_id, principal, headers)
+                core = self._served.core_of(body)
+                inbound = core.parse(body, endpoint, arrival_ns, request_id, principal, headers)
                 inbound.record.client_id = clean_client_id(_client_id(scope, headers))
-                held = inbound.request.stream and self._core.policies.flow_context.admission.is_cold(arrival_ns)
+                held = inbound.request.stream and core.policies.flow_context.admission.is_cold(arrival_ns)
                 client = HeldSink(sink, request_id) if held else sink
-                await _run(RequestDriver(self._core, inbound, client), scope, receive, sink)
+                await _run(RequestDriver(core, inbound, client), scope, receive, sink)
             elif method in {"POST", "DELETE"}:
                 check_site(headers)
                 body = await self._read_body(headers, receive, OWN_BODY_BYTES_MAX, record)
-                await _send_answer(send, await self._own.take(method, path, body, principal), request_id)
+                answer = await self._own.take(method, path, body, principal, scope.get("query_string", b""))
+                await _send_answer(send, answer, request_id)
             else:
                 answer = await self._own.answer(path, scope.get("query_string", b""), principal.tenant)
                 await _send_answer(send, answer, request_id, head=method == "HEAD")

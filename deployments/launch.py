@@ -35,6 +35,7 @@ from deployments.preflight import Finding, Level
 from deployments.progress import Progress, Step
 from deployments.run_state import Identity, RunState
 from deployments.settings import Settings, SettingsError
+from deployments.settings_models import each_of
 from policies.config import DEFAULT_TENANT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,7 +131,8 @@ def up(config_file: Path, ports: Ports, *, detach: bool, wait: bool, timeout_s: 
         _refuse_second()
         plan = read_plan(config_file, ports)
         _check_machine(plan, config_file, progress)
-        _get_model(plan.settings, progress)
+        for each in each_of(plan.settings):
+            _get_model(each, progress)
         plan = with_probe_key(plan, timeout_s + PROBE_KEY_MARGIN_S)
         state = run_state.new_run(plan.ports.dashboard, None if detach else Identity.of(os.getpid()))
         keep = False

@@ -6,6 +6,7 @@ wrong. It must not describe what the table does not hold, and it says nothing of
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -49,6 +50,10 @@ PARAMETERS: dict[str, list[Schema]] = {
     ],
 }
 """Query parameters of own endpoints."""
+OF_ONE_MODEL = frozenset(
+    f"/control/{name}" for name in ("state", "overview", "decisions", "conditions", "overrides", "shadow")
+)
+"""Own endpoints that are about one of several models: ``?model=NAME``, else the first."""
 _TASK: Schema = {"type": "string", "pattern": f"^{TASK_ID.pattern}$", "maxLength": TASK_CHARS_MAX}
 _DEADLINE: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": DEADLINE_MS_MAX}
 TASK = "^[A-Za-z0-9][A-Za-z0-9._~:@=+-]{0,127}$"
@@ -66,12 +71,17 @@ REQUEST_HEADERS: tuple[tuple[str, Schema, str], ...] = (
 """Headers of requests that generate; those of a task beside its id need the id and are told in README.md."""
 
 
-def describe(model: str, keys_needed: bool) -> bytes:
-    """The description as JSON, of a gateway that serves ``model``; ``keys_needed``: requests need an API key."""
-    paths: dict[str, Any] = {path: _relayed(endpoint, model) for path, endpoint in RELAYED.items()}
+def describe(model: str, keys_needed: bool, others: Iterable[str] = ()) -> bytes:
+    """The description as JSON, of a gateway that serves ``model`` and ``others``; ``keys_needed``: requests need an API
+    key.
+    """
+    models = [model, *others]
+    one_of: Schema = {"type": "string", "enum": models}
+    paths: dict[str, Any] = {path: _relayed(endpoint, models) for path, endpoint in RELAYED.items()}
     for path, summary in OWN.items():
-        paths[path] = _own(path, summary, PARAMETERS.get(path, []))
-    name: Schema = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": [model]}}
+        chosen = [{"name": "model", "in": "query", "schema": one_of}] if others and path in OF_ONE_MODEL else []
+        paths[path] = _own(path, summary, [*PARAMETERS.get(path, []), *chosen])
+    name: Schema = {"name": "model", "in": "path", "required": True, "schema": one_of}
     paths[MODEL_PREFIX + "{model}"] = _own(MODEL_PREFIX + "x", "one model", [name])
     task: Schema = {"name": "task", "in": "path", "required": True, "schema": {"type": "string", "pattern": TASK}}
     paths[TASK_PREFIX + "{task}"] = _own(TASK_PREFIX + "x", "one task", [task])
@@ -110,11 +120,11 @@ def _components(keys_needed: bool) -> Schema:
     return found
 
 
-def _relayed(endpoint: Endpoint, model: str) -> Schema:
+def _relayed(endpoint: Endpoint, models: Sequence[str]) -> Schema:
     content: Schema = {"application/json": {"schema": {"type": "object"}}}
     if endpoint.streams:
         content["text/event-stream"] = {}
-    body: Schema = {"required": True, "content": {"application/json": {"schema": body_schema(endpoint, model)}}}
+    body: Schema = {"required": True, "content": {"application/json": {"schema": body_schema(endpoint, models)}}}
     anthropic = endpoint.dialect is Dialect.ANTHROPIC
     post = _operation(endpoint.path, "relayed to a replica", {"200": _answer("what the engine answers", content)})
     post["requestBody"] = body

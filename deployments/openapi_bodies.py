@@ -6,6 +6,7 @@ unread, so no body forbids more: what is refused is told by the answer, not by t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from deployments.endpoints import Endpoint, PromptKind
@@ -25,13 +26,13 @@ _TOKENS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _NULLABLE_TEXT: Schema = {"type": ["string", "null"]}
 
 
-def body_schema(endpoint: Endpoint, model: str) -> Schema:
-    """The request body of one relayed endpoint of a gateway that serves ``model``."""
+def body_schema(endpoint: Endpoint, models: Sequence[str]) -> Schema:
+    """The request body of one relayed endpoint of a gateway that serves ``models``."""
     if endpoint.prompt is PromptKind.PROMPT_OR_CHAT:
         by_text = _object({"prompt": _TEXT}, ["prompt"])
         by_messages = _object({"messages": _messages(endpoint)}, ["messages"])
-        return _object({"model": _model(model)}, [], anyOf=[by_text, by_messages])
-    properties: Schema = {"model": _model(model)}
+        return _object({"model": _model(models)}, [], anyOf=[by_text, by_messages])
+    properties: Schema = {"model": _model(models)}
     required = [] if endpoint.model_optional else ["model"]
     name, prompt = _prompt(endpoint)
     properties[name] = prompt
@@ -65,8 +66,8 @@ def _object(properties: Schema, required: list[str], **more: Any) -> Schema:
     return {"type": "object", "properties": properties, **({"required": required} if required else {}), **more}
 
 
-def _model(model: str) -> Schema:
-    return {"type": "string", "enum": [model]}
+def _model(models: Sequence[str]) -> Schema:
+    return {"type": "string", "enum": list(models)}
 
 
 def _prompt(endpoint: Endpoint) -> tuple[str, Schema]:

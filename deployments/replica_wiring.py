@@ -34,12 +34,12 @@ from deployments.scaling import autoscaling_config
 from deployments.sensors import GpuSensor
 from deployments.serve_internals import find_controller_actor
 from deployments.settings import ModelSettings, Settings
+from deployments.settings_models import MAIN_DEPLOYMENT
 from deployments.start_report import StartTeller
 from policies.measures import Roofline, StartReport
 from policies.roofline import roofline_of
 from policies.types import Plan, ReplicaReport
 
-NAME = "Engine"
 ONGOING_REQUESTS_MAX = 100_000
 ROUTING_STATS_PERIOD_S = 1.0
 HEALTH_PERIOD_S = 5.0
@@ -50,11 +50,11 @@ CLOSE_S = 15.0
 """Time for closing after draining before Serve ends the process."""
 
 
-def deployment_options(settings: Settings) -> dict[str, Any]:
-    """Options of ``serve.deployment`` for the engine deployment, resources aside."""
+def deployment_options(settings: Settings, name: str = MAIN_DEPLOYMENT) -> dict[str, Any]:
+    """Options of ``serve.deployment`` for the engine deployment ``name``, resources aside."""
     routing = {k: v for k, v in dataclasses.asdict(settings.routing).items() if k != "step_prior"}
     return {
-        "name": NAME,
+        "name": name,
         "max_ongoing_requests": ONGOING_REQUESTS_MAX,
         "autoscaling_config": autoscaling_config(settings),
         "request_router_config": {

@@ -142,15 +142,23 @@ class PlanFollowingPolicy:
         actor_prefix: start of the controller actor's Ray name, with ``{app}`` for the application's name.
         actor_suffix: end of that name; between the two stands a version that Serve chooses.
         namespace: Ray namespace the actor lives in.
+        model: name of the deployment's model.
         inflight_target: open requests per replica of the local rule.
         acting: ``False`` where the configuration says shadow or switched scaling off: the number is left alone
             without a plan.
     """
 
     def __init__(
-        self, actor_prefix: str, actor_suffix: str, namespace: str, inflight_target: int = 8, acting: bool = True
+        self,
+        actor_prefix: str,
+        actor_suffix: str,
+        namespace: str,
+        model: str = "",
+        inflight_target: int = 8,
+        acting: bool = True,
     ) -> None:
         self._prefix, self._suffix, self._namespace = actor_prefix, actor_suffix, namespace
+        self._model = model
         self._inflight_target = max(1, inflight_target)
         self._acting = acting
         self._followed = FollowedPlan()
@@ -216,7 +224,7 @@ class PlanFollowingPolicy:
             if self._controller is None:
                 return
             view["unschedulable"] = self._unschedulable(view, app, deployment)
-            reply = self._controller.fleet.remote(view).future().result(timeout=EXCHANGE_TIMEOUT_S)
+            reply = self._controller.fleet.remote(view, self._model).future().result(timeout=EXCHANGE_TIMEOUT_S)
             if reply is not None:
                 self._followed.receive(reply, time.monotonic_ns())
         except Exception as error:  # noqa: BLE001 - whatever Ray raises, the controller is gone: look it up again
@@ -304,6 +312,7 @@ def autoscaling_config(settings: Settings) -> dict[str, Any]:
                 "actor_prefix": prefix,
                 "actor_suffix": suffix,
                 "namespace": SERVE_NAMESPACE,
+                "model": settings.model.name,
                 "inflight_target": scaling.inflight_target,
                 "acting": scaling.enabled and settings.control.mode == "act",
             },

@@ -42,6 +42,8 @@ from deployments.settings_engine import (
     known_engine_args,
 )
 from deployments.settings_errors import SettingsError, key_paths, problems_of, shown, unknown_key
+from deployments.settings_models import ModelEntry, clashes, named, seen_from
+from deployments.settings_records import LedgerSettings, RecordingSettings, TracingSettings, absolute_path
 from policies.config import (
     AdmissionConfig,
     AffinityConfig,
@@ -109,41 +111,7 @@ class GatewaySettings(Strict):
     @field_validator("cache_salt_file")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
-        return _absolute_path(value)
-
-
-class RecordingSettings(Strict):
-    """What gateways and the controller write down for ``replay``: sizes, times, hashes and reports, never text."""
-
-    folder: str | None = Field(default=None, min_length=1, max_length=4_096)
-    """Absolute path on each host; off when absent."""
-    file_bytes_max: int = Field(default=64_000_000, ge=10_000)
-    """A file is closed at this size and the next one begun."""
-    files_max: int = Field(default=8, ge=2, le=10_000)
-    """Files kept of all gateways of a host together, and as many of its controllers; the oldest goes."""
-
-    @field_validator("folder")
-    @classmethod
-    def _absolute(cls, value: str | None) -> str | None:
-        return _absolute_path(value)
-
-
-class LedgerSettings(RecordingSettings):
-    """The controller's decisions and what became of them, as JSON lines on disk; ``explain --ledger`` reads them."""
-
-    enabled: bool = True
-    folder: str | None = Field(default=None, min_length=1, max_length=4_096)
-    """Absolute path on the controller's host; ``None``: the folder ``tidegate_ledger`` beside Serve's own logs."""
-    file_bytes_max: int = Field(default=16_000_000, ge=10_000)
-    """A file is closed at this size and the next one begun."""
-    files_max: int = Field(default=8, ge=2, le=10_000)
-    """Files kept; the oldest goes."""
-
-
-def _absolute_path(value: str | None) -> str | None:
-    if value is not None and (not value.startswith("/") or "\0" in value):
-        raise ValueError("must be an absolute path: processes of Ray have working folders of their own")
-    return value
+        return absolute_path(value)
 
 
 class AuthSettings(Strict):
@@ -163,7 +131,7 @@ class AuthSettings(Strict):
     @field_validator("keys_file")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
-        return _absolute_path(value)
+        return absolute_path(value)
 
     @field_validator("keys")
     @classmethod
@@ -188,27 +156,12 @@ class AuthSettings(Strict):
         return "none" if self._none else handler(self)
 
 
-class TracingSettings(Strict):
-    """Traces of requests, sent to an OpenTelemetry collector."""
-
-    otlp_endpoint: str | None = Field(default=None, max_length=2_048)
-    """Base URL of a collector that takes OTLP over HTTP, such as ``http://127.0.0.1:4318``; off when absent."""
-    sample_share: float = Field(default=0.01, ge=0, le=1)
-    """Share traced of requests that bring no ``traceparent``; one that comes with a request decides for it."""
-    service_name: str = Field(default="tidegate", min_length=1, max_length=128)
-
-    @field_validator("otlp_endpoint")
-    @classmethod
-    def _url(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", value):
-            raise ValueError("must be a URL such as http://127.0.0.1:4318, without user, query or fragment")
-        return value
-
-
 class Settings(Strict):
     """The whole application. Sections are those of serve_config.yaml's ``args``."""
 
     model: ModelSettings = Field(default_factory=ModelSettings)
+    models: dict[str, ModelEntry] = Field(default_factory=dict)
+    """Models beside the first one, by the name clients ask for."""
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     auth: AuthSettings = Field(default_factory=AuthSettings)
     objectives: ObjectivesConfig = Field(default_factory=ObjectivesConfig)
@@ -229,6 +182,11 @@ class Settings(Strict):
     recording: RecordingSettings = Field(default_factory=RecordingSettings)
     tracing: TracingSettings = Field(default_factory=TracingSettings)
 
+    @field_validator("models")
+    @classmethod
+    def _named(cls, value: dict[str, ModelEntry]) -> dict[str, ModelEntry]:
+        return named(value)
+
     @classmethod
     def load(cls, args: Mapping[str, Any] | None, elsewhere: Iterable[str] = ()) -> Self:
         """Check ``args`` and return the settings.
@@ -246,10 +204,20 @@ class Settings(Strict):
             settings = cls.model_validate_json(json.dumps(dict(args or {}), default=str))
         except ValidationError as error:
             raise SettingsError(problems_of(cls, error, _engine_arg_paths() | set(elsewhere))) from None
-        problems = [*_switched_off(settings), *_contradictions(settings), *_engine_args(settings.model)]
+        problems = list(clashes(settings)) or _problems(settings)
+        for name in settings.models if not problems else ():
+            problems += [f"models.{name}.{line}" for line in _problems(settings.of(name))]
         if problems:
             raise SettingsError(problems)
         return settings
+
+    def of(self, name: str) -> Self:
+        """These settings as the model ``name`` sees them: its sections, and all that is the application's.
+
+        Raises:
+            KeyError: no such model is served.
+        """
+        return cast(Self, seen_from(self, name))
 
     def to_args(self) -> dict[str, Any]:
         """Return plain values that ``load`` turns into equal settings (to hand over to another process)."""
@@ -303,6 +271,10 @@ def _merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
         held = base.get(key)
         merged[key] = _merged(held, value) if isinstance(held, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def _problems(settings: Settings) -> list[str]:
+    return [*_switched_off(settings), *_contradictions(settings), *_engine_args(settings.model)]
 
 
 def _switched_off(settings: Settings) -> list[str]:
@@ -386,7 +358,7 @@ def _broken_promises(settings: Settings) -> list[str]:
     found = [
         f"objectives.models.{name}: has no effect because this application serves {model!r}; remove or rename it"
         for name in settings.objectives.models
-        if name != model
+        if name != model and name not in settings.models
     ]
     found += contradictions(config, model)
     for priority in Priority:

@@ -146,9 +146,14 @@ class ModelSettings(Strict):
     @field_validator("name")
     @classmethod
     def _printable(cls, value: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/+-]*", value):
-            raise ValueError("may hold letters, digits and . _ : / + - only")
-        return value
+        return check_name(value)
+
+
+def check_name(value: str) -> str:
+    """``value``, if it can be a model's name. Raises ``ValueError``."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,127}", value):
+        raise ValueError("may hold letters, digits and . _ : / + - only, 128 at most")
+    return value
 
 
 def known_engine_args() -> frozenset[str] | None:

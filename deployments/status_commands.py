@@ -19,7 +19,15 @@ from rich.table import Table
 from rich.text import Text
 
 from deployments.control_client import ControlClient, ControlError
-from deployments.control_commands import URL, JsonOption, KeyFileOption, UrlOption, client_of, one_line_errors
+from deployments.control_commands import (
+    URL,
+    JsonOption,
+    KeyFileOption,
+    ModelOption,
+    UrlOption,
+    client_of,
+    one_line_errors,
+)
 from deployments.explain import number, span
 from deployments.simulation.tables import console_for
 
@@ -44,11 +52,12 @@ def status(
     everything: Annotated[bool, typer.Option("--all", help=f"All replicas, not only {ROWS}.")] = False,
     url: UrlOption = URL,
     key_file: KeyFileOption = None,
+    model: ModelOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the fleet now: replicas, gateways, conditions, last decisions, cost; with --json --watch one line a look."""
     with one_line_errors():
-        client = client_of(url, key_file)
+        client = client_of(url, key_file, model)
         first = client.get("/control/overview")
         if as_json:
             _print_json(client, first, watch)

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from dashboards.catalogue import ALL, LABELS, OTHER, Kind, Metric, Source
+from dashboards.catalogue import ALL, LABELS, OF_APPLICATION, OTHER, Kind, Metric, Source
 from policies.types import LATENCY_BOUNDS_MS, Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -196,6 +196,46 @@ class Telemetry:
             if "replica" in series.metric.labels:
                 series.remove_where("replica", replica_id)
 
+    def __iter__(self) -> Iterator[Series]:
+        """All metrics of this source, in the catalogue's order."""
+        return iter(self._series.values())
+
     def render(self) -> bytes:
         """Prometheus text format, see :data:`CONTENT_TYPE`."""
         return generate_latest(self._registry)
+
+
+def render(of_models: Mapping[str, Telemetry]) -> bytes:
+    """Prometheus text format of one process that serves these models; the first one's has what belongs to all.
+
+    Where there are several, each series has the label ``model``, except those of the application as a whole.
+    """
+    first = next(iter(of_models.values()))
+    if len(of_models) == 1:
+        return first.render()
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Joined(of_models))
+    return generate_latest(registry)
+
+
+class _Joined(Collector):
+    """The families of several models, each family once."""
+
+    def __init__(self, of_models: Mapping[str, Telemetry]) -> None:
+        self._of_models = of_models
+
+    def collect(self) -> Iterator[MetricFamily]:
+        for series_of_one in zip(*self._of_models.values(), strict=True):
+            joined: MetricFamily | None = None
+            for model, series in zip(self._of_models, series_of_one, strict=True):
+                if joined is not None and series.metric.name in OF_APPLICATION:
+                    break
+                family = next(series.collect())
+                if series.metric.name not in OF_APPLICATION:
+                    family.samples = [s._replace(labels={"model": model, **s.labels}) for s in family.samples]
+                if joined is None:
+                    joined = family
+                else:
+                    joined.samples += family.samples
+            assert joined is not None
+            yield joined

@@ -104,10 +104,12 @@ def build_policies(
     config: PolicyConfig,
     seed: int,
     make_router: Callable[[PolicyConfig, PrefixIndex, random.Random], RoutingStrategy] | None = None,
+    first: Policies | None = None,
 ) -> Policies:
-    """Policies of one gateway. ``seed`` breaks ties only; give each gateway its own.
+    """Policies of one gateway for one model. ``seed`` breaks ties only; give each gateway its own.
 
-    ``make_router`` puts a baseline in the place of the live router, for comparison in the simulator.
+    ``make_router`` puts a baseline in the place of the live router, for comparison in the simulator. ``first``: those
+    of the same gateway for its first model; what tenants and tasks may do, and how much it holds, is one for all.
     """
     book = LoadBook()
     index = PrefixIndex(config.routing.index_blocks_max)
@@ -121,10 +123,17 @@ def build_policies(
     if config.scaling.replicas_min == 0:
         cold = ColdGate(config, follower.cold, follower.says_awake, partial(_nobody, fleet, capacity), chance)
     context = FlowContext(
-        admission=AdmissionGate(config, capacity, chance, partial(_admission_knobs, follower), cold),
+        admission=AdmissionGate(
+            config,
+            capacity,
+            chance,
+            partial(_admission_knobs, follower),
+            cold,
+            None if first is None else first.flow_context.admission,
+        ),
         health=ReplicaHealth(config.faults, chance),
         quarantine=Quarantine(config.faults),
-        tasks=TaskBook(config.tasks, config.gateways),
+        tasks=TaskBook(config.tasks, config.gateways) if first is None else first.flow_context.tasks,
         budget=RetryBudget(config.faults, config.gateways),
         book=book,
         router=router,

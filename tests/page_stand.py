@@ -27,6 +27,7 @@ from deployments.emulation.standalone import running_engine
 from deployments.http_front import HttpFront
 from deployments.keys import values_of
 from deployments.own_answers import OwnAnswers
+from deployments.served import Served
 from deployments.settings import EmulatedSettings, StepSettings
 from policies.control.ledger import Draft
 from policies.types import Reason, ReplicaReport, ReplicaState
@@ -41,7 +42,7 @@ class Link:
 
     def __init__(self, controller: Controller) -> None:
         self._actor = ControllerActor.__new__(ControllerActor)
-        self._actor._controller = controller
+        self._actor._take({"m": controller})
 
     async def ask(self, method: str, *args: Any) -> Any:
         return await getattr(self._actor, method)(*args)
@@ -105,8 +106,10 @@ async def standing(replicas: int, *records: Any, port: int = 0, **emulated: Any)
     engine = EmulatedSettings(step=StepSettings(a_ms=5), **emulated)
     controller = Controller({"auth": "none"}, _gave_up)
     link: Any = Link(controller)
-    own = OwnAnswers(core, link)
-    front = HttpFront(core, ClientRule("loopback", "127.0.0.1"), Authenticator(core.settings.auth), own)
+    served = Served([core], [link])
+    front = HttpFront(
+        served, ClientRule("loopback", "127.0.0.1"), Authenticator(core.settings.auth), OwnAnswers(served)
+    )
     async with (
         running_engine(engine, core.settings.model.name) as (_, app),
         serving(app) as engine_port,

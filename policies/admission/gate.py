@@ -85,7 +85,7 @@ NOBODY = Pumped()
 
 
 class AdmissionGate:
-    """One per gateway. Every request that was not refused is given back once, by :meth:`release`."""
+    """One per gateway and model. Every request that was not refused is given back once, by :meth:`release`."""
 
     def __init__(
         self,
@@ -94,12 +94,14 @@ class AdmissionGate:
         rng: Random,
         knobs: Callable[[int], AdmissionKnobs] = lambda now_ns: AdmissionKnobs(),  # noqa: ARG005 - no plan at any time
         cold: ColdGate | None = None,
+        first: AdmissionGate | None = None,
     ) -> None:
+        """``first``: the gate of the same gateway's first model. Tenants' limits and the bounds hold for both."""
         self._knobs = knobs
         self._cold = cold
-        self._bounds = Admission(config.admission)
+        self.bounds: Admission = Admission(config.admission, None if first is None else first.bounds.peers)
         self.queue = FairQueue(config)
-        self.tenants = TenantBook(config)
+        self.tenants: TenantBook = TenantBook(config) if first is None else first.tenants
         self.forecast = Forecast(config.admission, capacity, rng)
         self._reserve = Reserve(config)
         self._capacity = capacity
@@ -122,12 +124,12 @@ class AdmissionGate:
     @property
     def requests(self) -> int:
         """Requests in flight, those that wait included."""
-        return self._bounds.requests
+        return self.bounds.requests
 
     @property
     def tokens(self) -> int:
         """Their prompt plus largest output tokens."""
-        return self._bounds.tokens
+        return self.bounds.tokens
 
     # --- one request --------------------------------------------------------------------------------------------------
 
@@ -160,7 +162,7 @@ class AdmissionGate:
             )
         if refusal is not None:
             return Verdict(Entry.REFUSED, refusal)
-        self._bounds.admit(request)
+        self.bounds.admit(request)
         held = self._held[request.request_id] = _Held(request, cost, due_ns)
         self._reserve.opened(request.tenant, now_ns)
         cap = self._brownout_cap(request, now_ns)
@@ -208,7 +210,7 @@ class AdmissionGate:
         held = self._held.pop(request_id, None)
         if held is None:
             return 0.0
-        self._bounds.release(request_id)
+        self.bounds.release(request_id)
         self._on_the_way.discard(request_id)
         request = held.request
         self.queue.remove(request_id)
@@ -313,7 +315,7 @@ class AdmissionGate:
     # --- refusals -----------------------------------------------------------------------------------------------------
 
     def _bounds_refusal(self, request: Request, cost: int, now_ns: int) -> Refusal | None:
-        reason = self._bounds.refusal(request)
+        reason = self.bounds.refusal(request)
         admission = self._config.admission
         if reason is None and self.queue.requests and self.queue.requests >= admission.queue_requests_max:
             return self._overload("queue_full", f"{self.queue.requests} requests wait already", 0.0, cost, now_ns)

@@ -7,6 +7,10 @@
 A request larger than ``inflight_tokens_max`` is admitted when it would be alone: otherwise it could never run, and one
 request cannot be refused for the load that others cause.
 
+A gateway that serves several models has one of these for each, and they bound each other (``peers``): beyond its
+even part of a bound a model takes only what all together leave free. So a model whose requests pile up refuses its own,
+and never those of another; all together hold less than twice the bound.
+
 What this must not do: queue, look at replicas, or give a share back by itself. The flow that was admitted releases.
 """
 
@@ -17,12 +21,17 @@ from policies.types import Reason, Request
 
 
 class Admission:
-    """Counts what one gateway holds. Bounded: it never remembers more than ``inflight_requests_max`` requests."""
+    """Counts what one gateway holds. Bounded: it never remembers more than ``inflight_requests_max`` requests.
 
-    def __init__(self, config: AdmissionConfig) -> None:
+    ``peers``: those of the same gateway's models, this one among them from now on; ``None``: it serves one model.
+    """
+
+    def __init__(self, config: AdmissionConfig, peers: list[Admission] | None = None) -> None:
         self._config = config
         self._tokens_of: dict[str, int] = {}
         self._tokens = 0
+        self.peers = [] if peers is None else peers
+        self.peers.append(self)
 
     @property
     def requests(self) -> int:
@@ -61,12 +70,15 @@ class Admission:
 
     def _refusal(self, tokens: int) -> Reason | None:
         requests_max, tokens_max = self._config.inflight_requests_max, self._config.inflight_tokens_max
-        if self.requests >= requests_max:
-            return Reason("inflight_requests", f"{self.requests} requests are in flight, the limit is {requests_max}")
-        if self.requests and self._tokens + tokens > tokens_max:
+        models = len(self.peers)
+        held = self.requests if models == 1 else sum(peer.requests for peer in self.peers)
+        if held >= requests_max and self.requests >= requests_max / models:
+            return Reason("inflight_requests", f"{held} requests are in flight, the limit is {requests_max}")
+        held = self._tokens if models == 1 else sum(peer.tokens for peer in self.peers)
+        if self.requests and held + tokens > tokens_max and self._tokens + tokens > tokens_max / models:
             return Reason(
                 "inflight_tokens",
-                f"{self._tokens} tokens are in flight and this request needs {tokens}, the limit is {tokens_max}",
+                f"{held} tokens are in flight and this request needs {tokens}, the limit is {tokens_max}",
             )
         return None
 

@@ -10,8 +10,9 @@ import psutil
 from ray import serve
 
 from deployments.clock import now_ns
-from deployments.replica_wiring import CLOSE_S, NAME, deployment_options, new_shared, process_started_ns
+from deployments.replica_wiring import CLOSE_S, deployment_options, new_shared, process_started_ns
 from deployments.settings import Settings
+from deployments.settings_models import MAIN_DEPLOYMENT
 from policies.config import RoutingConfig
 
 
@@ -23,7 +24,7 @@ def test_serve_takes_the_options_and_waits_longer_than_a_replica_drains() -> Non
     settings = Settings.load({"model": {"engine": "emulated", "drain_s_max": 77.0}, "scaling": {"replicas_max": 3}})
     options = deployment_options(settings)
     deployment = serve.deployment(Anything, **options)
-    assert deployment.name == NAME
+    assert deployment.name == MAIN_DEPLOYMENT
     config = deployment._deployment_config
     assert config.graceful_shutdown_timeout_s == 77.0 + CLOSE_S
     assert config.autoscaling_config is not None

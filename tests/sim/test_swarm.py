@@ -321,7 +321,7 @@ def _forgets_quarantine(m: Patch) -> None:
 
 
 def _queue_unbounded(self: AdmissionGate, request: Any, cost: int, now_ns: int) -> Any:
-    reason = self._bounds.refusal(request)
+    reason = self.bounds.refusal(request)
     return None if reason is None else self._overload(reason.code, reason.text, 0.0, cost, now_ns)
 
 

@@ -30,7 +30,7 @@ class Link:
 
     def __init__(self, controller: Controller) -> None:
         self._actor = ControllerActor.__new__(ControllerActor)
-        self._actor._controller = controller
+        self._actor._take({"m": controller})
 
     async def ask(self, method: str, *args: Any) -> Any:
         return await getattr(self._actor, method)(*args)

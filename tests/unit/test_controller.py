@@ -100,7 +100,7 @@ def _gateway(gateway_id: str = "g1", seq: int = 1) -> GatewayReport:
 def _samples(controller: Controller) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(controller.metrics())
+        for family in text_string_to_metric_families(controller.telemetry().render().decode())
         for sample in family.samples
     }
 
@@ -310,7 +310,7 @@ def test_metrics_show_the_replica_and_drop_it_when_it_is_forgotten(monkeypatch: 
     assert samples["tidegate_replicas", (("state", "running"),)] == 1
     monkeypatch.setattr("deployments.controller.now_ns", lambda: controller._started_ns + 10**12)
     controller.tick()
-    assert 'replica="r1"' not in controller.metrics()
+    assert 'replica="r1"' not in controller.telemetry().render().decode()
 
 
 def test_starts_are_shown_with_their_phases_and_counted_once() -> None:

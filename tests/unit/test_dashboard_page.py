@@ -26,6 +26,7 @@ from deployments.openapi import describe
 from deployments.own_answers import OwnAnswers
 from deployments.recent_requests import KEPT, RecentRequests
 from deployments.request_log import RequestRecord
+from deployments.served import Served
 from policies.events import Outcome
 from policies.types import Reason
 from tests.page_stand import Link, Stand
@@ -51,8 +52,8 @@ async def core() -> GatewayCore:
 @pytest.fixture
 def front(core: GatewayCore, controller: Controller) -> HttpFront:
     """The real one, with keys; the line to the controller has no Ray between."""
-    own = OwnAnswers(core, Link(controller))  # type: ignore[arg-type]
-    return HttpFront(core, ClientRule("any", ""), Authenticator(core.settings.auth), own)
+    served = Served([core], [Link(controller)])  # type: ignore[list-item]
+    return HttpFront(served, ClientRule("any", ""), Authenticator(core.settings.auth), OwnAnswers(served))
 
 
 async def ask(

@@ -9,12 +9,12 @@ import pytest
 
 from deployments import keep_alive
 from deployments.clock import now_ns
-from deployments.controller_link import ControllerLink
 from deployments.core import GatewayCore
 from deployments.driver import Interrupt, RequestDriver
 from deployments.errors import GatewayError
 from deployments.keep_alive import COMMENT, HeldSink
 from deployments.own_answers import OwnAnswers
+from deployments.served import Served
 from policies.steering import ColdModel, ColdPhase
 from policies.types import Mode, Plan
 from tests.unit.gateway_bench import Client, a_call, a_core, an_inbound, nothing_held, sample, tell
@@ -105,11 +105,11 @@ async def test_a_start_that_takes_too_long_for_it_is_refused_at_once() -> None:
 
 async def test_a_model_that_sleeps_is_healthy_and_one_that_cannot_start_is_not() -> None:
     core = sleeping()
-    own = OwnAnswers(core, cast(ControllerLink, None), 0)
+    own = OwnAnswers(Served([core]), 0)
     assert own.health().status == 200
     say(core, FAILED)
     with pytest.raises(GatewayError) as raised:
         own.health()
     assert (raised.value.status, raised.value.code) == (503, "model_cannot_start")
     with pytest.raises(GatewayError):
-        OwnAnswers(a_core(), cast(ControllerLink, None), 0).health()
+        OwnAnswers(Served([a_core()]), 0).health()

@@ -19,6 +19,7 @@ from deployments.meter import Meter
 from deployments.own_answers import OwnAnswers
 from deployments.recent_requests import RecentRequests
 from deployments.request_log import RequestLog
+from deployments.served import Served
 from deployments.settings import Settings
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "brew")
@@ -39,7 +40,7 @@ async def front() -> HttpFront:
     core.settings, core.meter, core._loop = settings, Meter("gateway", "model"), asyncio.get_running_loop()
     core.log, core.recent = RequestLog(), RecentRequests("gateway")
     own = OwnAnswers.__new__(OwnAnswers)
-    return HttpFront(core, ClientRule("any", ""), Authenticator(settings.auth), own)
+    return HttpFront(Served([core]), ClientRule("any", ""), Authenticator(settings.auth), own)
 
 
 async def ask(

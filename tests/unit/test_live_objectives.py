@@ -103,7 +103,7 @@ def test_the_controller_steers_by_them_and_refuses_what_contradicts_itself() -> 
     controller.tick()
     assert controller.state()["objectives"]["ttft_ms"] == 400
     assert controller.state()["objectives_by_class"]["batch"]["ttft_ms"] == 5_000
-    text = controller.metrics()
+    text = controller.telemetry().render().decode()
     assert 'tidegate_control_objective_ttft_seconds{priority="interactive"} 0.4' in text
     assert 'tidegate_control_objective_ttft_seconds{priority="batch"} 5.0' in text
     assert re.search(r'budget_share{objective="ttft",priority="batch"} 0\.05', text)
