@@ -163,6 +163,7 @@ class GatewayCore:
             request_id=request_id,
             endpoint=endpoint.path,
             arrival_ns=arrival_ns,
+            model=parsed.model,
             key_id=principal.key_id,
             tenant=tenant,
             priority=request.priority,

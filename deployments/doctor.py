@@ -20,6 +20,7 @@ from deployments.preflight import Cause, Finding, Level, Needs, Port, by_level, 
 from deployments.preflight_looks import measure
 from deployments.recording import check_folder
 from deployments.settings import Settings, SettingsError
+from deployments.settings_models import each_of
 
 SHOWN = 3
 """Replicas or gateways that are named where many have the same fault."""
@@ -37,7 +38,7 @@ def examine(settings: Settings, ports: Sequence[Port], config_file: Path) -> lis
         [
             *_folders(settings),
             *_keys(settings),
-            *check_model(settings.model),
+            *(finding for each in each_of(settings) for finding in check_model(each.model)),
             *judge(measure(needs, Path(run_state.TEMP_ROOT), files), needs),
         ]
     )
@@ -49,11 +50,12 @@ def configuration_findings(error: SettingsError) -> list[Finding]:
 
 
 def _folders(settings: Settings) -> Iterator[Finding]:
-    try:
-        check_folder(settings)
-    except SettingsError as error:
-        for problem in error.problems:
-            yield Finding(Level.ERROR, Cause.FOLDER, problem, "make it writable for this user, or name another")
+    for each in each_of(settings):
+        try:
+            check_folder(each)
+        except SettingsError as error:
+            for problem in error.problems:
+                yield Finding(Level.ERROR, Cause.FOLDER, problem, "make it writable for this user, or name another")
 
 
 def _keys(settings: Settings) -> Iterator[Finding]:

@@ -29,13 +29,14 @@ from typing import Any
 from deployments import model, run_state
 from deployments.cluster import NotReadyError, Ports, RefusedError, ServeApi, start_ray
 from deployments.config_file import IMPORT_PATH, check_config, load_yaml
+from deployments.controller_actor import OWNER_DEPLOYMENT
 from deployments.doctor import examine
 from deployments.keys import INFERENCE, new_key, values_of
 from deployments.preflight import Finding, Level
 from deployments.progress import Progress, Step
 from deployments.run_state import Identity, RunState
 from deployments.settings import Settings, SettingsError
-from deployments.settings_models import each_of
+from deployments.settings_models import deployments_of, each_of
 from policies.config import DEFAULT_TENANT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,7 +142,7 @@ def up(config_file: Path, ports: Ports, *, detach: bool, wait: bool, timeout_s: 
             process, state = _start(plan, state, progress)
             _deploy(plan, process, progress)
             if wait:
-                _wait_until_ready(plan, process, timeout_s, progress)
+                plan = _wait_until_ready(plan, process, timeout_s, progress)
                 _tell_ready(plan, state, progress, detach=detach)
             keep = detach
             if not detach:
@@ -256,40 +257,64 @@ def _deploy(plan: Plan, process: subprocess.Popen[bytes], progress: Progress) ->
             ) from None
 
 
-def _wait_until_ready(plan: Plan, process: subprocess.Popen[bytes], timeout_s: float, progress: Progress) -> None:
+def _wait_until_ready(plan: Plan, process: subprocess.Popen[bytes], timeout_s: float, progress: Progress) -> Plan:
+    """Wait for the first answer; ``plan`` as seen from the first model that is up."""
     api, deadline = ServeApi(plan.ports.dashboard), time.monotonic() + timeout_s
     with progress.step("starting gateway and engine") as step:
-        while not _is_running(plan, api, step):
+        while (up := _models_up(plan, api, step)) is None:
             _must_live(process)
             if time.monotonic() > deadline:
                 raise StartError(f"not ready after {timeout_s:.0f} s; see .run/logs, or wait longer with --timeout-s")
             time.sleep(POLL_S)
+    for name in deployments_of(plan.settings):
+        if name not in up:
+            progress.warn(f"the model {name} did not start; see .run/deploy_error.log. The others are served")
+    plan = replace(plan, settings=plan.settings.of(up[0]))
     with progress.step("asking for a first answer") as step:
         while True:
             _must_live(process)
             problem = probe(plan)
             if problem is None:
-                return
+                return plan
             if time.monotonic() > deadline:
                 raise StartError(f"the gateway gave no answer within {timeout_s:.0f} s: {problem}; see .run/logs")
             step.note(problem)
             time.sleep(POLL_S)
 
 
-def _is_running(plan: Plan, api: ServeApi, step: Step) -> bool:
+def _models_up(plan: Plan, api: ServeApi, step: Step) -> list[str] | None:
+    """Models that are served, once every one is or cannot be; ``None``: not yet."""
     try:
         app = (api.details().get("applications") or {}).get(plan.app)
     except (NotReadyError, RefusedError) as error:
         step.note(f"Serve does not answer ({failure_line(str(error))})")
-        return False
+        return None
     if app is None:
         step.note("Serve is starting")
-        return False
+        return None
     if app.get("status") == "DEPLOY_FAILED":
         (RUN_FOLDER / "deploy_error.log").write_text(failure_text(app), encoding="utf-8")
+        states = {name: item.get("status") for name, item in (app.get("deployments") or {}).items()}
+        up = models_up(plan.settings, states)
+        if up is None or up:
+            return up
         raise StartError(f"the application did not start: {failure_line(failure_text(app))}; see .run/deploy_error.log")
     step.note(describe(app))
-    return bool(app.get("status") == "RUNNING")
+    return list(deployments_of(plan.settings)) if app.get("status") == "RUNNING" else None
+
+
+def models_up(settings: Settings, states: Mapping[str, str | None]) -> list[str] | None:
+    """Models that are served although a deployment failed: Serve starts the others all the same.
+
+    ``states``: status of each deployment. ``None``: some are still starting; empty: nothing is served.
+    """
+    gateway = states.get(OWNER_DEPLOYMENT)
+    found = {name: states.get(deployment) for name, deployment in deployments_of(settings).items()}
+    if gateway == "DEPLOY_FAILED" or len(found) == 1:
+        return []
+    if not {gateway, *found.values()} <= {"HEALTHY", "DEPLOY_FAILED"}:
+        return None
+    return [name for name, state in found.items() if state == "HEALTHY"]
 
 
 def failure_text(app: Mapping[str, Any]) -> str:

@@ -357,7 +357,9 @@ def _judge_cores(machine: Machine, settings: Settings) -> Iterable[Finding]:
         yield Finding(Level.ERROR, Cause.CORES, what, todo)
     elif most > machine.cores:
         some = f"fit {int(machine.cores / cores)} of {scaling.replicas_max} replicas"
-        what = f"{machine.cores} CPU cores " + (some if len(models) == 1 else f"are fewer than {most:g} of all replicas")
+        what = f"{machine.cores} CPU cores " + (
+            some if len(models) == 1 else f"are fewer than {most:g} of all replicas"
+        )
         yield Finding(Level.WARNING, Cause.CORES, what, "lower scaling.replicas_max or model.num_cpus")
     for model in (each.model for each in models):
         if model.engine == "vllm" and model.device == "cpu" and model.cpu.threads > max(1.0, model.num_cpus):

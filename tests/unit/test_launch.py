@@ -297,3 +297,28 @@ def test_what_nobody_expected_leaves_no_traceback_on_the_screen(
     assert result.stderr.startswith("error: unexpected: ZeroDivisionError")
     assert "Traceback" not in result.output
     assert "ZeroDivisionError" in (tmp_path / ".run" / "error.log").read_text()
+
+
+TWO = Settings.load({"auth": "none", "model": {"name": "a"}, "models": {"b": {"model": {}}}})
+
+
+@pytest.mark.parametrize(
+    ("gateway", "first", "other", "up"),
+    [
+        ("HEALTHY", "HEALTHY", "DEPLOY_FAILED", ["a"]),
+        ("HEALTHY", "DEPLOY_FAILED", "HEALTHY", ["b"]),
+        ("HEALTHY", "DEPLOY_FAILED", "DEPLOY_FAILED", []),
+        ("HEALTHY", "UPDATING", "DEPLOY_FAILED", None),
+        ("UPDATING", "HEALTHY", "DEPLOY_FAILED", None),
+        ("DEPLOY_FAILED", "HEALTHY", "HEALTHY", []),
+    ],
+)
+def test_of_several_models_those_that_start_are_served(
+    gateway: str, first: str, other: str, up: list[str] | None
+) -> None:
+    states = {"Gateway": gateway, "Engine": first, "Engine-b": other}
+    assert launch.models_up(TWO, states) == up
+
+
+def test_an_application_of_one_model_that_failed_is_not_up() -> None:
+    assert launch.models_up(Settings.load({"auth": "none"}), {"Gateway": "HEALTHY", "Engine": "DEPLOY_FAILED"}) == []

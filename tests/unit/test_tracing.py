@@ -34,7 +34,7 @@ def collector() -> Iterator[Collector]:
 
 def _tracing(collector: Collector, share: float = 1.0, spans_max: int = 1_000) -> Tracing:
     exporter = Exporter(collector.url, "tidegate", "gateway-1", spans_max)
-    return Tracing(exporter, share, "smollm2", random.Random(7))
+    return Tracing(exporter, share, random.Random(7))
 
 
 def _ended(tracing: Tracing, traceparent: bytes | None = None) -> tuple[RequestRecord, list[str]]:
