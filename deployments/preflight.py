@@ -185,7 +185,7 @@ def judge(machine: Machine, needs: Needs) -> list[Finding]:
     """Return what is wrong, errors first."""
     found = [
         *_judge_software(machine, needs.settings),
-        *_judge_hardware(machine, needs.settings),
+        *dict.fromkeys(f for each in each_of(needs.settings) for f in _judge_hardware(machine, each)),
         *_judge_ray(machine),
         *_judge_ports(machine, needs.ports),
         *_judge_memory(machine, needs.settings),

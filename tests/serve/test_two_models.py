@@ -12,6 +12,7 @@ from ray import serve
 
 from deployments import gateway
 from deployments.app import build
+from tests import loopback
 from tests.serve.gateway.conftest import free_port, start_cluster, stop_cluster, until
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
@@ -53,7 +54,7 @@ def url() -> Iterator[str]:
 
 def ask(url: str, model: str) -> httpx.Response:
     body = {"model": model, "prompt": "Name a river.", "max_tokens": 8, "ignore_eos": True}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    return loopback.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
 def answers(url: str) -> bool:
@@ -65,7 +66,7 @@ def answers(url: str) -> bool:
 
 def stuck(url: str, model: str) -> dict[str, Any] | None:
     """The condition that replicas of ``model`` do not come up, if it is active."""
-    answer = httpx.get(f"{url}/control/conditions", params={"model": model}, timeout=20)
+    answer = loopback.get(f"{url}/control/conditions", params={"model": model}, timeout=20)
     rows = answer.json()["data"] if answer.status_code == 200 else []
     return next((row for row in rows if row["name"] == "stuck_scale_up" and row["active"]), None)
 
@@ -104,13 +105,13 @@ def test_one_that_cannot_start_leaves_the_other_alone(url: str) -> None:
 
     time.sleep(10)
     print(serve.status().applications[APP])
-    print(httpx.get(f"{url}/control/state", params={"model": BROKEN_NAME}, timeout=20).text[:3000])
-    print(httpx.get(f"{url}/metrics", timeout=20).text[:1500])
+    print(loopback.get(f"{url}/control/state", params={"model": BROKEN_NAME}, timeout=20).text[:3000])
+    print(loopback.get(f"{url}/metrics", timeout=20).text[:1500])
     assert refused.status_code == 503
     assert int(refused.headers["retry-after"]) >= 1
     assert stuck(url, "good") is None
-    assert [card["id"] for card in httpx.get(f"{url}/v1/models", timeout=20).json()["data"]] == ["good", BROKEN_NAME]
+    assert [card["id"] for card in loopback.get(f"{url}/v1/models", timeout=20).json()["data"]] == ["good", BROKEN_NAME]
     assert ask(url, "neither").status_code == 404
-    assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+    assert loopback.get(f"{url}/health", timeout=20).status_code == 200
     client.stop()
     assert set(client.answers) == {200}
