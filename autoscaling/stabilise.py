@@ -159,7 +159,10 @@ class Stabiliser:
         if self.target is None:
             return None
         low, high = self._bounds(fleet)
-        return Stabilised(self._give(max(low, min(high, self.target)), now_ns), reason, (reason,), True)
+        bounded = max(low, min(high, self.target))
+        if bounded < self.target and fleet is not None and fleet.capped:
+            reason = Reason("BoundedByFleet", f"{bounded} replicas are the most allowed, whatever the load")
+        return Stabilised(self._give(bounded, now_ns), reason, (reason,), True)
 
     def step(
         self, ask: Ask, running: int, fleet: FleetView | None, hold_down: Reason | None, now_ns: int
@@ -175,7 +178,7 @@ class Stabiliser:
         if hold_down is None:
             self._window.add(max(ask.up, ask.down), now_ns)
         if ask.up > self.target:
-            target, held = self._up(ask.up, high, stages)
+            target, held = self._up(ask.up, high, _max_code(fleet), stages)
         else:
             self._asks.clear()
             if ask.up > running:
@@ -186,7 +189,7 @@ class Stabiliser:
                 target, held = self._down(ask.down, hold_down, stages, now_ns)
         bounded = max(low, min(high, target))
         if bounded != target:
-            code, word = ("BoundedByMax", "most") if bounded < target else ("BoundedByMin", "fewest")
+            code, word = (_max_code(fleet), "most") if bounded < target else ("BoundedByMin", "fewest")
             stages.append(Reason(code, f"{target} replicas would fit, {bounded} are the {word} allowed"))
         if bounded != self.target:
             self._before = (self.target, self._decided_ns, tuple(self._asks))
@@ -200,11 +203,11 @@ class Stabiliser:
             low, high = max(low, fleet.replicas_min), min(high, fleet.replicas_max)
         return low, max(low, high)
 
-    def _up(self, up: int, high: int, stages: list[Reason]) -> tuple[int, bool]:
+    def _up(self, up: int, high: int, max_code: str, stages: list[Reason]) -> tuple[int, bool]:
         assert self.target is not None
         self._asks.append(up)
         if self.target >= high:
-            stages.append(Reason("BoundedByMax", f"the load asks for {up} replicas, {high} are the most allowed"))
+            stages.append(Reason(max_code, f"the load asks for {up} replicas, {high} are the most allowed"))
             return self.target, True
         if len(self._asks) < self._config.up_ticks:
             ticks = f"{len(self._asks)} of {self._config.up_ticks} ticks in a row"
@@ -235,3 +238,8 @@ class Stabiliser:
             return self.target, False
         stages.append(Reason("DownConfirmed", f"{highest} replicas carried the load of the last {window_s:g} s"))
         return highest, False
+
+
+def _max_code(fleet: FleetView | None) -> str:
+    """Why there are not more than the most that are allowed."""
+    return "BoundedByFleet" if fleet is not None and fleet.capped else "BoundedByMax"

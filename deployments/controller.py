@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from autoscaling.recommend import ReplicaScaler
+from autoscaling.share import Claim
 from autoscaling.simulator.recorded import (
     FleetLine,
     GatewayLine,
@@ -40,6 +41,7 @@ from deployments.control_desk import ControlDesk
 from deployments.recording import open_ledger, open_recorder
 from deployments.replica_metrics import show_signals
 from deployments.settings import Settings
+from deployments.settings_models import claim_of
 from deployments.telemetry import Telemetry
 from deployments.tenant_desk import TenantAnswer, TenantDesk, TenantReport
 from policies.build import build_control
@@ -79,6 +81,7 @@ class Controller:
         """Identifies this life."""
         settings = Settings.load(args)
         config = settings.policy_config()
+        self._settings = settings
         self._model = settings.model.name
         self._control = build_control(config, ReplicaScaler(config), self.epoch)
         self._recorder = open_recorder(settings, "controller", self.epoch)
@@ -245,6 +248,16 @@ class Controller:
         self._fleet = Sampled(fleet, received_ns)
         self._control.receive_fleet(fleet, received_ns)
         return control_view.wire_plan(self.plan) if self.plan is not None else None
+
+    def claim(self) -> Claim:
+        """Its part in the sharing of what all models together may hold."""
+        advice = self._last.adaptation.advice if self._last is not None else None
+        asks = advice.inputs.get("ask_up", advice.replicas) if advice is not None else None
+        fleet, plan = self._fleet.value if self._fleet is not None else None, self.plan
+        held = [0 if fleet is None else max(fleet.replicas_running, fleet.replicas_target)]
+        if plan is not None and plan.replicas_target is not None:
+            held.append(plan.replicas_target)
+        return claim_of(self._settings, self._model, int(asks) if isinstance(asks, int) else max(held), max(held))
 
     # --- what people ask --------------------------------------------------------------------------------------------
 

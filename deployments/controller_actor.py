@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.serve.config import DeploymentActorConfig
 
+    from autoscaling.share import Caps
     from deployments.control_desk import DecisionFilter, Refused
     from deployments.controller import Controller
     from deployments.settings import Settings
@@ -54,15 +55,16 @@ class ControllerActor:
         for name in (settings.model.name, *settings.models):
             logs = folder if name not in settings.models or folder is None else f"{folder}/{file_part(name)}"
             found[name] = Controller(settings.of(name).to_args(), end_process, logs)
-        self._take(found)
+        self._take(found, settings.fleet.caps)
         for controller in found.values():
             controller.start()
         collect_rarely()
 
-    def _take(self, controllers: Mapping[str, Controller]) -> None:
+    def _take(self, controllers: Mapping[str, Controller], caps: Caps | None = None) -> None:
         self._models = controllers
         """The controller of each model, the first one first; that one has the tenants and tasks of all."""
         self._first = next(iter(controllers.values()))
+        self._caps = caps
 
     def _of(self, model: str | None) -> Controller:
         """The controller of ``model``; ``None``: the first. Raises ``KeyError``."""
@@ -87,9 +89,16 @@ class ControllerActor:
             controller.report_start(report)
 
     async def fleet(self, view: Mapping[str, int], model: str) -> dict[str, Any] | None:
-        """See :meth:`deployments.controller.Controller.fleet`."""
+        """See :meth:`deployments.controller.Controller.fleet`; its maximum is its share of what all may hold."""
         controller = self._models.get(model)
-        return None if controller is None else controller.fleet(view)
+        if controller is None:
+            return None
+        if self._caps is not None:
+            from autoscaling.share import share
+
+            most = share({name: each.claim() for name, each in self._models.items()}, self._caps)[model]
+            view = {**view, "replicas_max": min(view["replicas_max"], most), "capped": most < view["replicas_max"]}
+        return controller.fleet(view)
 
     async def exchange_tasks(self, gateway_id: str, epoch: str, seq: int, uses: list[TaskUse]) -> TaskShares:
         """See :meth:`deployments.controller.Controller.exchange_tasks`."""

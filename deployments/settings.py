@@ -42,7 +42,7 @@ from deployments.settings_engine import (
     known_engine_args,
 )
 from deployments.settings_errors import SettingsError, key_paths, problems_of, shown, unknown_key
-from deployments.settings_models import ModelEntry, clashes, named, seen_from
+from deployments.settings_models import FleetSettings, ModelEntry, clashes, named, seen_from
 from deployments.settings_records import LedgerSettings, RecordingSettings, TracingSettings, absolute_path
 from policies.config import (
     AdmissionConfig,
@@ -162,6 +162,7 @@ class Settings(Strict):
     model: ModelSettings = Field(default_factory=ModelSettings)
     models: dict[str, ModelEntry] = Field(default_factory=dict)
     """Models beside the first one, by the name clients ask for."""
+    fleet: FleetSettings = Field(default_factory=FleetSettings)
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     auth: AuthSettings = Field(default_factory=AuthSettings)
     objectives: ObjectivesConfig = Field(default_factory=ObjectivesConfig)

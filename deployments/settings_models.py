@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from autoscaling.share import Caps, Claim
 from deployments.settings_engine import ModelSettings, Strict, check_name
 from policies.config import BatchingConfig, ScalingConfig
 from policies.config_guard import SpeculationConfig
@@ -38,6 +39,22 @@ class ModelEntry(Strict):
     speculation: SpeculationConfig | None = None
     replica_usd_per_hour: float | None = Field(default=None, ge=0)
     """What one of its replicas costs; ``None``: as ``prices`` says."""
+
+
+class FleetSettings(Strict):
+    """What all models together may hold. ``None``: no bound. The first replica of each is always within."""
+
+    gpus_max: float | None = Field(default=None, ge=0)
+    """GPUs of all replicas (``model.num_gpus`` of each)."""
+    usd_per_hour_max: float | None = Field(default=None, ge=0)
+    """Price of all replicas (``prices.replica_usd_per_hour``, or a model's own)."""
+    priorities: dict[str, int] = Field(default_factory=dict)
+    """By model; a larger number comes first when a cap binds, 0 where none is named."""
+
+    @property
+    def caps(self) -> Caps:
+        """The bounds."""
+        return Caps(self.gpus_max, self.usd_per_hour_max)
 
 
 def named(models: Mapping[str, ModelEntry]) -> dict[str, ModelEntry]:
@@ -121,8 +138,26 @@ def drain_s_max(settings: Settings) -> float:
     return max(each.model.drain_s_max for each in each_of(settings))
 
 
+def claim_of(settings: Settings, name: str, asks: int, held: int) -> Claim:
+    """The part of one model in the sharing of the caps, where its load asks for ``asks`` and it has ``held``.
+
+    ``settings``: as the model sees them. Room for its first replica is kept even while it sleeps: to be woken it cannot
+    wait until another model has drained.
+    """
+    scaling = settings.scaling
+    return Claim(
+        asks=asks,
+        held=held,
+        least=max(1, scaling.replicas_min),
+        most=scaling.replicas_max,
+        gpus=settings.model.num_gpus,
+        usd_per_hour=settings.prices.replica_usd_per_hour,
+        priority=settings.fleet.priorities.get(name, 0),
+    )
+
+
 def clashes(settings: Settings) -> Iterator[str]:
-    """Lines for models that cannot be told apart."""
+    """Lines for models that cannot be told apart, or do not fit together."""
     if settings.model.name in settings.models:
         yield f"models.{settings.model.name}: is the name of the first model already (model.name)"
     seen: dict[str, str] = {}
@@ -131,3 +166,9 @@ def clashes(settings: Settings) -> Iterator[str]:
         if part in seen:
             yield f"models.{name}: would share files and deployment with {seen[part]!r}; rename one"
         seen[part] = name
+    names = deployments_of(settings)
+    fleet = settings.fleet
+    yield from (f"fleet.priorities.{name}: no such model is served" for name in fleet.priorities if name not in names)
+    claims = {each.model.name: claim_of(each, each.model.name, 0, 0) for each in each_of(settings)}
+    if not fleet.caps.allow(claims, {name: claim.least for name, claim in claims.items()}):
+        yield "fleet: the first replicas of all models, or their replicas_min, are above gpus_max or usd_per_hour_max"

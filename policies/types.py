@@ -294,6 +294,8 @@ class FleetView:
     replicas_max: int
     unschedulable: int = 0
     """Replicas Ray found no room for, as far as Serve says."""
+    capped: bool = False
+    """``replicas_max`` is not what is configured but what the caps of the whole fleet leave this model."""
 
 
 class Mode(StrEnum):

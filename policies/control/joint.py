@@ -154,7 +154,8 @@ class ReplicaCount:
             return Count(target, Reason("NotKnownYet", "promises are kept, and what a replica carries is not known"))
         if not low <= target <= high:
             bound = max(low, min(high, target))
-            return Count(bound, Reason("Bounded", f"{low} to {high} replicas are allowed"), model.outlook(bound))
+            code = "BoundedByFleet" if bound < target and _is_capped(signals) else "Bounded"
+            return Count(bound, Reason(code, f"{low} to {high} replicas are allowed"), model.outlook(bound))
         self._note(max(enough, need), now_ns)
         if need > target:
             return self._up(need, target, high, signals, model, now_ns)
@@ -219,7 +220,8 @@ class ReplicaCount:
         if self._felt_more:
             words = f"refusals and broken promises ask for {need} replicas, though {target} should keep {share:.0%}"
         if wanted <= target:
-            return Count(target, Reason("BoundedByMax", f"{words}; {high} are the most allowed"), stay)
+            code = "BoundedByFleet" if _is_capped(signals) else "BoundedByMax"
+            return Count(target, Reason(code, f"{words}; {high} are the most allowed"), stay)
         if age_s < wait_s:
             text = f"{words} for {age_s:.0f} s: a start takes {cold_s:.0f} s and pays from {wait_s:.0f} s on"
             options = _alternatives([(more, "too early: the burst may be over before it is ready")])
@@ -306,6 +308,11 @@ def _bounds(low: int, high: int, signals: Signals) -> tuple[int, int]:
         low, high = max(low, signals.fleet.replicas_min), min(high, signals.fleet.replicas_max)
     low = max(1, low)
     return low, max(low, high)
+
+
+def _is_capped(signals: Signals) -> bool:
+    """Whether the most replicas are what the caps of the whole fleet leave, not what is configured."""
+    return signals.fleet is not None and signals.fleet.capped
 
 
 def _pressed(view: LeverView, target: int) -> bool:

@@ -256,3 +256,56 @@ async def test_each_model_has_a_control_loop_of_its_own() -> None:
     assert 'tidegate_control_plan_seq{model="org/b"} 1.0' in await actor.metrics(model="a")
     with pytest.raises(KeyError):
         await actor.state("gone")
+
+
+# --- caps of the fleet ------------------------------------------------------------------------------------------------
+
+CAPPED: dict[str, Any] = {
+    "auth": "none",
+    "ledger": {"enabled": False},
+    "model": {"name": "a", **TINY},
+    "models": {"b": {"model": TINY}},
+    "scaling": {"replicas_min": 1, "replicas_max": 8},
+    "prices": {"replica_usd_per_hour": 1.0},
+    "fleet": {"usd_per_hour_max": 6.0, "priorities": {"b": 5}},
+}
+
+
+async def test_models_share_the_caps_by_priority_and_the_decision_says_so() -> None:
+    settings = Settings.load(CAPPED)
+    actor = ControllerActor.__new__(ControllerActor)
+    loops = {each.model.name: Controller(each.to_args(), lambda: None) for each in each_of(settings)}
+    actor._take(loops, settings.fleet.caps)
+
+    async def look(running: int, model: str) -> int:
+        view = {"replicas_running": running, "replicas_target": running, "replicas_min": 1, "replicas_max": 8}
+        await actor.fleet(view, model)
+        return int((await actor.state(model))["fleet"]["replicas_max"])
+
+    await look(4, "a")
+    assert await look(1, "b") == 2, "what the other holds is not given twice"
+    assert await look(4, "a") == 4, "a cap that does not bind limits nobody"
+    loops["a"].tick()
+    await look(3, "b")
+    assert await look(4, "a") == 3, "the more important one keeps what it asks for"
+    loops["a"].tick()
+    assert loops["a"].plan is not None
+    assert loops["a"].plan.replicas_target == 3
+    reasons = [row["reason"]["code"] for row in await actor.decisions(9, None, DecisionFilter(), model="a")]
+    assert reasons == ["BoundedByFleet"]
+    await look(1, "a")
+    assert await look(3, "b") == 3
+
+
+@pytest.mark.parametrize(
+    ("fleet", "says"),
+    [
+        ({"usd_per_hour_max": 1.5}, "fleet: the first replicas of all models"),
+        ({"priorities": {"zz": 1}}, "fleet.priorities.zz: no such model is served"),
+        ({"gpus": 1}, "fleet.gpus"),
+    ],
+)
+def test_caps_that_cannot_be_kept_are_refused(fleet: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        Settings.load({**CAPPED, "fleet": fleet})
+    assert says in str(raised.value)
