@@ -36,6 +36,7 @@ ARGS: dict[str, Any] = {
     "scaling": {"replicas_min": 1, "replicas_max": 1},
 }
 BROKEN_NAME = "org/broken"
+GIVEN_UP = {"Gateway": "HEALTHY", "Engine": "HEALTHY", "Engine-org-broken": "DEPLOY_FAILED"}
 
 
 @pytest.fixture
