@@ -238,7 +238,7 @@ class Controller:
         """Take what a gateway says of its tenants; leases of their budgets are the answer."""
         return self._tenants.take(report, wall_ns())
 
-    def fleet(self, view: Mapping[str, int]) -> dict[str, Any] | None:
+    def fleet(self, view: Mapping[str, Any]) -> dict[str, Any] | None:
         """Take Serve's numbers (the fields of :class:`FleetView`); the answer is the plan as plain values.
 
         Plain both ways: the caller runs in Serve's controller process, which does not have this project's types.

@@ -215,7 +215,8 @@ def test_every_series_says_its_model_but_those_of_the_application(source: Source
     for telemetry in pages.values():
         for series in telemetry:
             labels = dict.fromkeys(series.metric.labels, "x")
-            {"counter": series.inc, "gauge": series.set, "histogram": series.observe}[series.metric.kind](1.0, **labels)
+            of_kind: dict[str, Any] = {"counter": series.inc, "gauge": series.set, "histogram": series.observe}
+            of_kind[series.metric.kind](1.0, **labels)
     families = list(text_string_to_metric_families(render(pages).decode()))
     assert len(families) == sum(metric.source is source for metric in ALL), "each once"
     for family in families:
