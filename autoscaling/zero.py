@@ -3,8 +3,8 @@
     awake      some replica serves: the number is the scaler's, at least 1
     asleep     target 0; a request makes it 1
     starting   target 1 or more and nobody serves
-    failed     start_tries_max starts in a row failed, or one takes longer than start_s_max: target 0, and requests
-               wake the model again after start_backoff_s, doubled with each failure up to BACKOFF_FACTOR_MAX
+    failed     start_tries_max starts in a row failed, one takes longer than start_s_max, or what runs says nothing for so
+               long and gets none of the requests that wait: target 0, and requests wake the model again after start_backoff_s, doubled with each failure up to BACKOFF_FACTOR_MAX
 
 A model falls asleep when nothing was *busy* for ``zero_after_s``::
 
@@ -63,6 +63,8 @@ class ZeroRule:
         """When the start under way began."""
         self._expected_ns = 0
         """Until when those may come whom gateways told of the last start."""
+        self._mute_ns: int | None = None
+        """Since when replicas run that say nothing and get nothing, while requests wait."""
         self._dark = False
         """Nobody served at some tick since then."""
         self._slept_with = 0
@@ -104,6 +106,8 @@ class ZeroRule:
         self._dark = self._dark and not signals.serving
         if signals.serving:
             self._failed_at_ns, self._failures, self._failed_before = None, 0, 0
+        if (mute_s := self._mute_s(signals, now_ns)) > self._config.start_s_max:
+            return self._give_up(signals, mute_s, 0, now_ns)
         assert self._busy_ns is not None
         idle_s = (now_ns - max(self._busy_ns, self._expected_ns)) / 1e9
         if signals.traffic is None or idle_s < self._config.zero_after_s:
@@ -112,14 +116,25 @@ class ZeroRule:
         self._since_ns = None
         return self._rest(0, ColdPhase.ASLEEP, Reason("FallsAsleep", f"no request for {idle_s:.0f} s"), now_ns)
 
+    def _mute_s(self, signals: Signals, now_ns: int) -> float:
+        """For how long requests have waited in gateways and none was sent or served, while the replicas that run, as
+        Serve says, say nothing.
+        """
+        traffic = signals.traffic
+        if signals.fresh or traffic is None or not traffic.queued or traffic.routed_ps > 0 or traffic.succeeded_ps > 0:
+            self._mute_ns = None
+            return 0.0
+        self._mute_ns = now_ns if self._mute_ns is None else self._mute_ns
+        return (now_ns - self._mute_ns) / 1e9
+
     def _asleep(self, signals: Signals, now_ns: int) -> Rest:
         self._since_ns = None
+        opened = _open(signals)
+        self._slept_with = min(self._slept_with, opened)
         left_s = self._backoff_left_s(now_ns)
         if left_s > 0:
             text = f"it cannot start ({self._why}): a request may wake it in {left_s:.0f} s"
             return self._rest(0, ColdPhase.FAILED, Reason("CannotStart", text), now_ns)
-        opened = _open(signals)
-        self._slept_with = min(self._slept_with, opened)
         came = signals.traffic is not None and signals.traffic.arrivals_ps > 0
         if not came and opened <= self._slept_with:
             return self._rest(0, ColdPhase.ASLEEP, Reason("Asleep", "nobody asks for the model"), now_ns)
@@ -139,9 +154,13 @@ class ZeroRule:
         if failed < self._config.start_tries_max and took_s <= self._config.start_s_max:
             reason = Reason("Starting", f"no replica serves yet, the start began {took_s:.0f} s ago")
             return self._rest(target, ColdPhase.STARTING, reason, now_ns)
-        self._failed_at_ns, self._since_ns = now_ns, None
+        return self._give_up(signals, took_s, failed, now_ns)
+
+    def _give_up(self, signals: Signals, took_s: float, failed: int, now_ns: int) -> Rest:
+        """What gateways hold now wakes it no more: they refuse it, and what stays is nobody's."""
+        self._failed_at_ns, self._since_ns, self._mute_ns = now_ns, None, None
         self._failures += 1
-        self._slept_with = 0
+        self._slept_with = _open(signals)
         self._why = f"no replica served within {took_s:.0f} s"
         if failed >= self._config.start_tries_max:
             self._why = f"{failed} starts failed: {signals.starts.failed_why or 'they do not say why'}"

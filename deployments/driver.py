@@ -208,7 +208,7 @@ class RequestDriver:
         self.waiting = True
         self.upstream_since_ns = 0
         self._record.wait_begins(now_ns())
-        event = await self._core.wait_for_replica(self.request, ms, exclude)
+        event = await keep_alive.during(self._sink, self._core.wait_for_replica(self.request, ms, exclude))
         self.waiting = False
         self._record.wait_ends(now_ns())
         return event

@@ -140,8 +140,8 @@ class HttpFront:
                 body = await self._read_body(headers, receive, self._body_bytes_max, record)
                 inbound = self._core.parse(body, endpoint, arrival_ns, request_id, principal, headers)
                 inbound.record.client_id = clean_client_id(_client_id(scope, headers))
-                held = inbound.request.stream and self._core.policies.flow_context.admission.is_cold(arrival_ns)
-                client = HeldSink(sink, request_id) if held else sink
+                may_wait = inbound.request.stream and self._core.policies.flow_context.admission.holds_for_starts
+                client = HeldSink(sink, request_id) if may_wait else sink
                 await _run(RequestDriver(self._core, inbound, client), scope, receive, sink)
             elif method in {"POST", "DELETE"}:
                 check_site(headers)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from policies.admission.class_queue import ClassQueue
@@ -139,15 +139,23 @@ class FairQueue:
         tag = self._task(priority, tenant, task) if known or tokens > 0 else None
         self._classes[priority].charge(tenant, tag, tokens)
 
-    def expired(self, now_ns: int) -> list[Waiting]:
-        """Take out those whose ``expires_ns`` has come, and return them, earliest first."""
+    def expired(self, now_ns: int, until_ns: Callable[[Waiting, int], int] | None = None) -> list[Waiting]:
+        """Take out those whose ``expires_ns`` has come, and return them, earliest first.
+
+        ``until_ns`` says until when one of them waits on, in its place; a time that is over: no longer.
+        """
         found: list[Waiting] = []
         while self._expiry and self._expiry[0][0] <= now_ns:
             _, order, request_id = heapq.heappop(self._expiry)
             entry = self._entries.get(request_id)
-            if entry is not None and entry.order == order:
-                self.remove(request_id)
-                found.append(entry.waiting)
+            if entry is None or entry.order != order:
+                continue
+            later_ns = now_ns if until_ns is None else until_ns(entry.waiting, now_ns)
+            if later_ns > now_ns:
+                heapq.heappush(self._expiry, (later_ns, order, request_id))
+                continue
+            self.remove(request_id)
+            found.append(entry.waiting)
         return found
 
     def tokens_ahead(self, tenant: str, priority: Priority, task: str, tokens: int) -> int:

@@ -232,6 +232,11 @@ class AdmissionGate:
         wait_ms = self.forecast.wait_ms(self.queue.tokens, now_ns)
         return Refusal("queue_timeout", text, retry_after_s=self.forecast.retry_after_s(wait_ms, cost, now_ns))
 
+    @property
+    def holds_for_starts(self) -> bool:
+        """Whether the model may sleep, so that any request may be held while it starts."""
+        return self._cold is not None
+
     def is_cold(self, now_ns: int) -> bool:
         """Whether nobody serves a model that may sleep, so that requests are held."""
         return self._cold is not None and self._cold.is_cold(now_ns)
@@ -257,7 +262,7 @@ class AdmissionGate:
         queue = self.queue
         if not queue.requests:
             return NOBODY
-        expired = queue.expired(now_ns)
+        expired = queue.expired(now_ns, self._held_until)
         if self.cannot_start(now_ns) is not None:
             while (waiting := queue.peek()) is not None:
                 queue.remove(waiting.request_id)
@@ -280,6 +285,14 @@ class AdmissionGate:
             self._on_the_way.add(head.request_id)
         self.forecast.watch(True, tokens, now_ns)
         return Pumped(tuple(granted), tuple(w.request_id for w in expired))
+
+    def _held_until(self, waiting: Waiting, now_ns: int) -> int:
+        """Until when a request waits whose time is over: those that came before it was known that the last replica
+        died wait for its start like those that come later.
+        """
+        held = self._held.get(waiting.request_id)
+        waits = self._config.classes.of(waiting.priority).waits_for_start
+        return now_ns + round(self.start_wait_ms(held.request, now_ns) * 1e6) if held is not None and waits else now_ns
 
     def _room_for(self, waiting: Waiting, now_ns: int) -> bool:
         held = self._held.get(waiting.request_id)

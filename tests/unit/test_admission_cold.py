@@ -154,3 +154,18 @@ def test_a_model_that_may_not_sleep_is_never_cold() -> None:
     assert not gate.is_cold(0)
     assert gate.cannot_start(0) is None
     assert gate.arrive(a_request(), 0).entry is Entry.ADMITTED
+
+
+@pytest.mark.parametrize(("priority", "waits"), [(Priority.STANDARD, True), (Priority.BATCH, False)])
+def test_a_request_that_came_before_it_was_known_that_the_last_replica_died_waits_for_its_start(
+    priority: Priority, waits: bool
+) -> None:
+    policies = the_policies()
+    tell(policies, None)
+    gate = policies.flow_context.admission
+    assert gate.arrive(a_request(priority=priority), 0).entry is Entry.QUEUED
+    tell(policies, replace(ASLEEP, phase=ColdPhase.STARTING), SECOND, seq=2)
+    assert policies.pump(30 * SECOND).expired == (() if waits else ("r0",))
+    if waits:
+        assert policies.pump(99 * SECOND).expired == ()
+        assert policies.pump(100 * SECOND).expired == ("r0",)

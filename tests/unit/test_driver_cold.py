@@ -113,3 +113,23 @@ async def test_a_model_that_sleeps_is_healthy_and_one_that_cannot_start_is_not()
     assert (raised.value.status, raised.value.code) == (503, "model_cannot_start")
     with pytest.raises(GatewayError):
         OwnAnswers(a_core(), cast(ControllerLink, None), 0).health()
+
+
+async def test_a_request_whose_replica_went_gets_comments_while_it_waits_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keep_alive, "KEEP_ALIVE_S", 0.01)
+    async with server(sends(OK)) as replica:
+        core = sleeping()
+        tell(core, {"gone": "127.0.0.1:1"}, gone=sample())
+        driver, client = held_stream(core)
+        core.membership.targets = {}
+        run = asyncio.create_task(driver.run())
+        await asyncio.wait_for(client.commented.wait(), 5)
+        assert driver.flow.attempts == 1
+        tell(core, {"a": replica.endpoint}, a=sample())
+        core._changed.set()
+        await asyncio.wait_for(run, 5)
+        assert (client.status, client.complete, client.problem) == (200, True, None)
+        assert client.text.replace(COMMENT, b"") == STREAM
+        assert nothing_held(core)

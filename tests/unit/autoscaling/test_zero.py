@@ -229,3 +229,31 @@ def test_it_stays_awake_for_those_that_were_told_to_come_again(refused: int) -> 
     assert world.target == refused
     world.seconds(CONFIG.start_s_prior)
     assert world.target == 0
+
+
+def test_a_gateway_that_fell_silent_does_not_wake_a_model_that_was_given_up() -> None:
+    world = World()
+    world.asleep()
+    world.second(gateway={"gateway_id": "lost", "arrivals": 1, "inflight": 1, "queued": 1})
+    for number in range(CONFIG.start_tries_max):
+        world.fail(number)
+    rest = world.second()
+    assert rest is not None
+    assert rest.cold.phase is ColdPhase.FAILED
+    rests = [world.second() for _ in range(55)]
+    assert {rest.replicas for rest in rests if rest is not None} == {0}, "its last word is no request"
+    assert rests[-1] is not None
+    assert rests[-1].cold.phase is ColdPhase.ASLEEP
+
+
+def test_replicas_that_run_say_nothing_and_get_nothing_are_given_up_like_a_start_that_takes_too_long() -> None:
+    world = World()
+    found = []
+    for _ in range(int(CONFIG.start_s_max) + 2):
+        world.now_ns += SECOND_NS
+        world.book.receive_gateway(gateway_report(seq=world.now_ns // SECOND_NS, inflight=1, queued=1), world.now_ns)
+        world.book.receive_fleet(FleetView(1, 1, 0, 4), world.now_ns)
+        found.append(world.rule.step(world.book.signals(world.now_ns), 1, world.now_ns))
+    assert found[-2] is None
+    assert found[-1] is not None
+    assert (found[-1].replicas, found[-1].cold.phase) == (0, ColdPhase.FAILED)
