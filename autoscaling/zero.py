@@ -3,8 +3,9 @@
     awake      some replica serves: the number is the scaler's, at least 1
     asleep     target 0; a request makes it 1
     starting   target 1 or more and nobody serves
-    failed     start_tries_max starts in a row failed, one takes longer than start_s_max, or what runs says nothing for so
-               long and gets none of the requests that wait: target 0, and requests wake the model again after start_backoff_s, doubled with each failure up to BACKOFF_FACTOR_MAX
+    failed     start_tries_max starts in a row failed, one takes longer than start_s_max, or what runs says nothing for
+               so long and gets none of the requests that wait: target 0, and requests wake the model again after
+               start_backoff_s, doubled with each failure up to BACKOFF_FACTOR_MAX
 
 A model falls asleep when nothing was *busy* for ``zero_after_s``::
 

@@ -21,11 +21,12 @@ from policies.types import Histogram, Plan
 COLUMNS = (
     "id", "state", "age_s", "fresh", "confidence", "running", "waiting", "open", "kv_share", "hit_share",
     "prefill_tps", "decode_tps", "itl_ms", "busy_share", "gpu_share", "bound", "running_seqs_max", "step_tokens_max",
-    "speculative_depth", "ejected_by", "retired",
+    "speculative_depth", "ejected_by", "retired", "warm",
 )  # fmt: skip
 """Fields of one replica's row. ``hit_share``: of prompt tokens looked up, those found in the prefix cache.
 ``prefill_tps``, ``decode_tps``: tokens per second. ``itl_ms``: the gap between tokens at the objectives' quantile.
-``bound``: what limits its steps. The knobs are those in force. ``ejected_by``: gateways that leave it alone now."""
+``bound``: what limits its steps. The knobs are those in force. ``ejected_by``: gateways that leave it alone now.
+``warm``: it stands by, out of rotation."""
 DIGITS = 4
 """Figures are rounded to so many significant digits."""
 DECISIONS_SHOWN = 12
@@ -47,13 +48,19 @@ def signals_overview(signals: Signals | None, plan: Plan | None, at_ns: int, qua
     if signals is None:
         nothing: list[Any] = []
         return {"blind": True, "replicas": nothing, "unknown_replicas": None, "gateways": nothing, "traffic": None}
-    retired = plan.retired if plan is not None else frozenset()
+    retired, warm = (plan.retired, plan.warm) if plan is not None else (frozenset(), frozenset())
     ejected = signals.traffic.ejected if signals.traffic is not None else {}
     since_s = (at_ns - signals.now_ns) / 1e9
     return {
         "blind": signals.blind,
         "replicas": [
-            _row(r, since_s, quantile, ejected.get(r.replica_id, 0), r.replica_id in retired) for r in signals.replicas
+            [
+                *_row(r, since_s, quantile),
+                ejected.get(r.replica_id, 0),
+                r.replica_id in retired,
+                r.replica_id in warm,
+            ]
+            for r in signals.replicas
         ],
         "unknown_replicas": signals.unknown_replicas,
         "gateways": [_gateway(g, since_s) for g in signals.gateways],
@@ -61,7 +68,8 @@ def signals_overview(signals: Signals | None, plan: Plan | None, at_ns: int, qua
     }
 
 
-def _row(replica: ReplicaSignals, since_s: float, quantile: float, ejected_by: int, retired: bool) -> list[Any]:
+def _row(replica: ReplicaSignals, since_s: float, quantile: float) -> list[Any]:
+    """All but the last three columns."""
     latest, knobs, used = replica.latest, replica.latest.knobs, replica.utilisation
     queried = replica.prefix_query_tokens
     return [
@@ -84,8 +92,6 @@ def _row(replica: ReplicaSignals, since_s: float, quantile: float, ejected_by: i
         knobs.running_seqs_max,
         knobs.step_tokens_max,
         knobs.speculative_depth,
-        ejected_by,
-        retired,
     ]
 
 

@@ -73,7 +73,7 @@ def wire_plan(plan: Plan) -> dict[str, Any]:
         "seq": plan.seq,
         "ttl_ms": plan.ttl_ms,
         "mode": plan.mode.value,
-        "replicas_target": plan.replicas_target,
+        "replicas_target": plan.replicas_total,
     }
 
 
@@ -318,9 +318,10 @@ def update_telemetry(telemetry: Telemetry, result: TickResult) -> None:
     telemetry["tidegate_control_repeats_per_second"].set(signals.traffic.repeats_ps if signals.traffic else None)
     fleet, replicas = signals.fleet, telemetry["tidegate_replicas"]
     replicas.set(len(signals.replicas), state="known")
-    replicas.set(None if fleet is None else fleet.replicas_running, state="running")
+    replicas.set(None if fleet is None else fleet.replicas_running + signals.warm, state="running")
+    replicas.set(signals.warm, state="warm")
     replicas.set(None if fleet is None else fleet.unschedulable, state="unschedulable")
-    replicas.set(plan.replicas_target, state="target")
+    replicas.set(plan.replicas_total, state="target")
 
 
 def show_objectives(telemetry: Telemetry, config: PolicyConfig, model: str) -> None:

@@ -33,6 +33,7 @@ from autoscaling.simulator.recorded import (
     failed_tick_line,
     tick_line,
 )
+from autoscaling.warm import WarmPool
 from dashboards.catalogue import Source
 from deployments import control_overview, control_view
 from deployments.clock import now_ns, wall_ns
@@ -80,7 +81,7 @@ class Controller:
         settings = Settings.load(args)
         config = settings.policy_config()
         self._model = settings.model.name
-        self._control = build_control(config, ReplicaScaler(config), self.epoch)
+        self._control = build_control(config, ReplicaScaler(config), self.epoch, pool=WarmPool(config))
         self._recorder = open_recorder(settings, "controller", self.epoch)
         self._ledger_file = open_ledger(settings, self.epoch, ledger_folder)
         self.desk = ControlDesk(self._control, settings, self._record)
@@ -306,6 +307,7 @@ class Controller:
         return {
             "seq": plan.seq,
             "replicas_target": plan.replicas_target,
+            "warm_replicas": plan.warm_replicas,
             "affinity_strength": control_overview.short(plan.affinity_strength),
             "load_bound": control_overview.short(plan.load_bound),
             "forecast_share": control_overview.short(plan.admission.forecast_share),

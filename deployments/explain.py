@@ -24,6 +24,7 @@ KNOB_WORDS: Mapping[str, str] = {
     Knob.SHED_FACTOR: "how early less important classes are refused; below 1: earlier than configured",
     Knob.PREFILL_REPLICAS: "how many replicas compute prompts instead of answers",
     Knob.REPLICAS_TARGET: "how many replicas there should be",
+    Knob.WARM_REPLICAS: "how many replicas stand by, started and without requests, beside those that serve",
     Knob.RETIRED: "1: the replica leaves and Serve starts another one in its place",
 }
 """What each knob is, for people who have not read the code."""

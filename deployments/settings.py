@@ -370,7 +370,9 @@ def _contradictions(settings: Settings) -> list[str]:
     if scaling.replicas_min == 0 and scaling.hold_s_max * 1_000 > settings.gateway.total_timeout_ms:
         limit_s = settings.gateway.total_timeout_ms / 1_000
         found.append(f"scaling.hold_s_max: {scaling.hold_s_max:g}: is above gateway.total_timeout_ms ({limit_s:g} s)")
-    free = settings.prices == PricesConfig(replica_usd_per_hour=settings.prices.replica_usd_per_hour)
+    free = settings.prices == PricesConfig(
+        replica_usd_per_hour=settings.prices.replica_usd_per_hour, missed_usd=settings.prices.missed_usd
+    )
     found += _broken_promises(settings)
     for name, tenant in settings.tenants.items():
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):

@@ -239,6 +239,8 @@ def _phase(row: Row) -> tuple[str, str]:
         return "left alone", _BAD
     if row["retired"]:
         return "retired", _UNSURE
+    if row["warm"] and row["state"] == "ready":
+        return "warm", _STATES["ready"]
     return row["state"], _STATES.get(row["state"], _BAD)
 
 

@@ -17,6 +17,7 @@ from policies.admission.gate import AdmissionGate, Pumped
 from policies.config import ClassesConfig, ObjectivesConfig, PolicyConfig
 from policies.control.levers import LeverLoop
 from policies.control.loop import ControlState
+from policies.control.pool import Pool
 from policies.control.scaler import Scaler
 from policies.faults import Quarantine, ReplicaHealth, RetryBudget, with_probe
 from policies.flow import FlowContext
@@ -97,7 +98,13 @@ class Policies:
     def _leave_alone(self, now_ns: int) -> None:
         """Tell the fleet whom not to ask."""
         health = self.flow_context.health
-        self.fleet.block(health.blocked(now_ns), now_ns, health.reason)
+        blocked = health.blocked(now_ns)
+        plan = self.plan_follower.current(now_ns)
+        if plan is not None and plan.warm:
+            self.fleet.block(blocked | plan.warm, now_ns, partial(_why_left, health.reason, plan.warm))
+            if self.fleet.board(now_ns).standings:
+                return
+        self.fleet.block(blocked, now_ns, health.reason)
 
 
 def build_policies(
@@ -149,6 +156,11 @@ def _admission_knobs(follower: PlanFollower, now_ns: int) -> AdmissionKnobs:
     return plan.admission if plan is not None else _NO_KNOBS
 
 
+def _why_left(ejected: Callable[[ReplicaId], str], warm: Collection[ReplicaId], replica_id: ReplicaId) -> str:
+    """Why a replica gets nothing, in words."""
+    return "it is warm, out of rotation" if replica_id in warm else ejected(replica_id)
+
+
 def _nobody(fleet: Fleet, capacity: FleetCapacity, now_ns: int) -> bool:
     """Whether no replica takes requests, and those that are there leave."""
     return not capacity.replicas(now_ns) and fleet.all_leave()
@@ -157,9 +169,11 @@ def _nobody(fleet: Fleet, capacity: FleetCapacity, now_ns: int) -> bool:
 _NO_KNOBS = AdmissionKnobs()
 
 
-def build_control(config: PolicyConfig, scaler: Scaler, epoch: str, levers: Sequence[LeverLoop] = ()) -> ControlState:
+def build_control(
+    config: PolicyConfig, scaler: Scaler, epoch: str, levers: Sequence[LeverLoop] = (), pool: Pool | None = None
+) -> ControlState:
     """What one life of the controller remembers; ``epoch`` must never have been used by another life.
 
-    ``levers`` are asked after the usual ones (see :class:`~policies.control.loop.ControlState`).
+    ``levers`` are asked after the usual ones, ``pool`` after all (see :class:`~policies.control.loop.ControlState`).
     """
-    return ControlState(config, scaler, epoch, levers)
+    return ControlState(config, scaler, epoch, levers, pool)

@@ -186,9 +186,18 @@ class PricesConfig:
     output_usd_per_mtok: float = 0.0
     replica_usd_per_hour: float = 0.0
     """What one engine replica costs the operator."""
+    missed_usd: float = 0.0
+    """What a request costs the operator that is not served in time: what warm replicas are weighed by."""
 
     def __post_init__(self) -> None:
-        for name in ("prompt_usd_per_mtok", "cached_usd_per_mtok", "output_usd_per_mtok", "replica_usd_per_hour"):
+        names = (
+            "prompt_usd_per_mtok",
+            "cached_usd_per_mtok",
+            "output_usd_per_mtok",
+            "replica_usd_per_hour",
+            "missed_usd",
+        )
+        for name in names:
             need(getattr(self, name) >= 0, name, "must not be negative")
 
 
@@ -382,6 +391,10 @@ class ScalingConfig:
     """Share of one replica's capacity that is planned with."""
     up_replicas_max: int = 4
     """Largest rise of one decision."""
+    warm_max: int = 0
+    """Most replicas that stand by, started and out of rotation; how many do follows from ``prices``."""
+    warm_min: int = 0
+    """Fewest of them, whatever they cost."""
     inflight_target: int = 8
     """Open requests per replica, used by the local rule when no plan is in force."""
     forecast: bool = True
@@ -402,6 +415,12 @@ class ScalingConfig:
         for name in ("zero_after_s", "start_s_prior", "start_s_max", "start_backoff_s", "hold_s_max"):
             need(getattr(self, name) > 0, name, "must be above 0")
         need(self.start_tries_max >= 1, "start_tries_max", "must be at least 1")
+        need(self.warm_min >= 0, "warm_min", "must not be negative")
+        need(
+            self.warm_max >= self.warm_min,
+            "warm_max",
+            f"must not be below warm_min ({self.warm_min}), is {self.warm_max}",
+        )
         need(self.up_ticks >= 1, "up_ticks", "must be at least 1")
         need(self.down_window_s >= 0, "down_window_s", "must not be negative")
         need(0 < self.headroom <= 1, "headroom", "must be in (0, 1]")

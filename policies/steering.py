@@ -53,6 +53,7 @@ class Knob(StrEnum):
     SHED_FACTOR = "shed_factor"
     PREFILL_REPLICAS = "prefill_replicas"
     REPLICAS_TARGET = "replicas_target"
+    WARM_REPLICAS = "warm_replicas"
     RETIRED = "retired"
 
     __hash__ = str.__hash__  # as it compares; and places, of which each is the half, are looked up by the thousand
@@ -87,6 +88,7 @@ LEVER_OF = MappingProxyType(
         Knob.SHED_FACTOR: Lever.ADMISSION,
         Knob.PREFILL_REPLICAS: Lever.ROLES,
         Knob.REPLICAS_TARGET: Lever.REPLICAS,
+        Knob.WARM_REPLICAS: Lever.REPLICAS,
         Knob.RETIRED: Lever.REPLICAS,
     }
 )

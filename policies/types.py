@@ -323,10 +323,19 @@ class Plan:
     """Of a split fleet: how many replicas should prefill."""
     retired: frozenset[ReplicaId] = frozenset()
     """Replicas that should leave and be replaced: they fail their health checks, and Serve does the rest."""
+    warm_replicas: int = 0
+    """Replicas that should stand by, started and out of rotation, beside ``replicas_target``."""
+    warm: frozenset[ReplicaId] = frozenset()
+    """Those that do: routers send them nothing while anybody else takes requests."""
     overrides: tuple[Override, ...] = ()
     """In force, so that gateways can tell them to the controller's next life."""
     cold: ColdModel | None = None
     """Of a model that may sleep, while no replica serves it."""
+
+    @property
+    def replicas_total(self) -> int | None:
+        """What Serve is asked for: those that serve and those that stand by."""
+        return None if self.replicas_target is None else self.replicas_target + self.warm_replicas
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from autoscaling.simulator.context import Context, ns
 from autoscaling.simulator.spec import Pool
+from autoscaling.warm import WarmPool
 from policies.admission.lease_book import LeaseBook
 from policies.admission.tenants import TenantBook
 from policies.build import build_control
@@ -56,7 +57,7 @@ class Controller:
         config = self._ctx.scenario.config
         scaler = self._pool.scaler(config) if self._pool.scaler is not None else Unscaled()
         levers = self._pool.levers(config) if self._pool.levers is not None else ()
-        self._state = build_control(config, scaler, f"pool{self._index}-life{self._life}", levers)
+        self._state = build_control(config, scaler, f"pool{self._index}-life{self._life}", levers, WarmPool(config))
         self._plan = None
         if self._index == 0 and any(tenant.budget_usd_max is not None for tenant in config.tenants.values()):
             self._leases = LeaseBook(replace(config, gateways=self._ctx.scenario.gateways), now_ns)

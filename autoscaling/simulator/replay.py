@@ -36,6 +36,7 @@ from autoscaling.simulator.recorded import (
     failed_tick_line,
     tick_line,
 )
+from autoscaling.warm import WarmPool
 from policies.build import build_control
 from policies.config import PolicyConfig
 from policies.control.loop import ControlState, tick
@@ -139,7 +140,7 @@ def replay_decisions(
                 files += 1
                 if state is None:
                     chosen = config or header.config
-                    state = build_control(chosen, make_scaler(chosen), header.name)
+                    state = build_control(chosen, make_scaler(chosen), header.name, pool=WarmPool(chosen))
             case DroppedLine(lines=count):
                 yield Lost(item.file, item.number, count)
                 return

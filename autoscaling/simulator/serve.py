@@ -207,9 +207,9 @@ class PoolServe:
             if plan is None:
                 inflight = float(sum(len(r.inside) for r in self.of_phase(Phase.READY)))
             return rule(_wire(plan), self.target, (low, high), inflight, config.scaling.inflight_target)[0]
-        if plan is None or plan.mode is not Mode.ACT or plan.replicas_target is None:
+        if plan is None or plan.mode is not Mode.ACT or plan.replicas_total is None:
             return held
-        return max(low, min(high, plan.replicas_target))
+        return max(low, min(high, plan.replicas_total))
 
     # --- leaving and dying --------------------------------------------------------------------------------------------
 
@@ -353,5 +353,5 @@ def _wire(plan: Plan | None) -> dict[str, object] | None:
         "seq": plan.seq,
         "ttl_ms": plan.ttl_ms,
         "mode": plan.mode.value,
-        "replicas_target": plan.replicas_target,
+        "replicas_target": plan.replicas_total,
     }

@@ -8,6 +8,7 @@ function healthOf(r) {
   if (!r.fresh) return ["silent", "bad"];
   if (r.ejected_by) return ["left alone", "bad"];
   if (r.retired) return ["retired", "warn"];
+  if (r.warm && r.state === "ready") return ["warm", "good"];
   return [r.state, HEALTH_OF[r.state] ?? "warn"];
 }
 

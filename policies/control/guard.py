@@ -149,6 +149,12 @@ class Guard:
             trial.note(decisions[index].seq)
         self._unnumbered = []
 
+    def allowed(self, knob: Knob, wish: int) -> tuple[int, bool]:
+        """``wish`` within the configured bounds of ``knob``, and whether it is acted on: for knobs whose changes are no
+        experiments.
+        """
+        return int(self._bounded(knob, wish, None, paced=False) or 0), knob not in self._shadowed
+
     def status(self, now_ns: int) -> GuardStatus:
         """What is held now."""
         holds = sorted([held(k, h, now_ns) for k, h in self._holds.all()], key=lambda h: (h.lever, h.knob, h.target))
@@ -298,7 +304,7 @@ class Guard:
         self._unnumbered.append((len(step.written), trial))
         step.written.append(lever_draft(move, before, after, why))
         for place, value in changed.items():
-            if self._holds.count_move(place, before[place], value, step.now_ns):
+            if not move.free and self._holds.count_move(place, before[place], value, step.now_ns):
                 self._freeze_turning(place, value, step)
 
     def _stops(self, place: Place, move: Move, before: Value, after: Value, step: _Step) -> str:

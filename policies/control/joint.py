@@ -10,7 +10,8 @@ Four rules, in this order:
 4. *The number of replicas is bought by its prediction* (:mod:`policies.control.fleet_model`)::
 
        need   = fewest replicas whose predicted met share is within the objectives' quantile of the best that can be had
-       up     when need is above the target for BUY_SHARE of a cold start (at least scaling.up_ticks); a tick that needs
+       up     when need is above the target for BUY_SHARE of a cold start (at least scaling.up_ticks; warm replicas are
+              woken after those alone); a tick that needs
               no more takes back one that did while promises are broken, else the time starts anew
        down   when need, with DOWN_MARGIN more load, was below the target for DOWN_S, and no promise is being broken
 
@@ -95,6 +96,8 @@ class Count:
     alternatives: tuple[Alternative, ...] = ()
     news: bool = False
     """A hold that should be written down although nothing changes."""
+    free: bool = False
+    """Nothing starts and nothing stops: a warm replica wakes or rests."""
 
 
 class ReplicaCount:
@@ -213,6 +216,9 @@ class ReplicaCount:
         confirm_s = self._config.up_ticks * self._tick_s
         wait_s = confirm_s if lost else max(BUY_SHARE * cold_s, confirm_s)
         wanted = min(need, high, target + self._config.up_replicas_max)
+        woken = min(signals.warm, wanted - target)
+        if woken > 0:
+            wait_s, wanted = confirm_s, target + woken
         stay, more = model.outlook(target), model.outlook(wanted)
         share = stay.met_share if stay else 0.0
         words = f"{need} replicas keep the promises, {target} keep {share:.0%} of the requests"
@@ -225,6 +231,9 @@ class ReplicaCount:
             options = _alternatives([(more, "too early: the burst may be over before it is ready")])
             return Count(target, Reason("WaitsForBurst", text), stay, options, self._is_news(now_ns))
         options = _alternatives([(stay, "breaks promises")])
+        if woken > 0:
+            reason = Reason("WakesWarm", f"{words} for {age_s:.0f} s, and {woken} stand by")
+            return Count(wanted, reason, more, options, free=True)
         if lost:
             self._replaced = slow
             text = f"{words}: {slow} of them are slow and stay, one more costs less than it keeps"
@@ -270,7 +279,8 @@ class ReplicaCount:
             options.append((model.outlook(advice.replicas), f"the scaler's own advice: {advice.reason.code}"))
         if fewer > low:
             options.append((model.outlook(fewer - 1), "would break promises, or not yet shown for long enough"))
-        return Count(fewer, Reason("FewerSuffice", text), less, _alternatives(options))
+        rest = signals.warm + target - fewer <= signals.warm_wanted
+        return Count(fewer, Reason("FewerSuffice", text), less, _alternatives(options), free=rest)
 
     def _was_seen(self, model: FleetModel, now_ns: int) -> bool:
         """Whether the present number was bought by what was seen, and what was seen may still be there."""
@@ -473,5 +483,5 @@ class Joint:
         predicted = count.predicted.figures() if count.predicted is not None else {}
         return Move(
             Lever.REPLICAS, model_name, {TARGET: before}, {TARGET: count.target}, count.reason, inputs, predicted,
-            urgent=0 in (before, count.target), alternatives=count.alternatives,
+            urgent=0 in (before, count.target), free=count.free, alternatives=count.alternatives,
         )  # fmt: skip

@@ -23,6 +23,7 @@ from policies.control.ledger import Ledger
 from policies.control.levers import STRENGTH, TARGET, LeverLoop
 from policies.control.objective import ObjectiveMeter, ObjectiveSample
 from policies.control.overrides import OverrideBook
+from policies.control.pool import Pool, Spares
 from policies.control.scaler import Scaler
 from policies.control.signals import SignalBook, Signals
 from policies.control.starts import Start
@@ -57,9 +58,17 @@ class ControlState:
         scaler: decides the number of replicas.
         epoch: identifies this life of the controller; plans of another epoch may carry any sequence number.
         levers: more of them, asked after the usual ones; where two want the same place, these win.
+        pool: keeps replicas beside those that serve; ``None``: there are none.
     """
 
-    def __init__(self, config: PolicyConfig, scaler: Scaler, epoch: str, levers: Sequence[LeverLoop] = ()) -> None:
+    def __init__(
+        self,
+        config: PolicyConfig,
+        scaler: Scaler,
+        epoch: str,
+        levers: Sequence[LeverLoop] = (),
+        pool: Pool | None = None,
+    ) -> None:
         self.config = config
         self.epoch = epoch
         self.ledger = Ledger(config.control.decisions_max)
@@ -69,6 +78,7 @@ class ControlState:
         self.objective = ObjectiveMeter(config.prices)
         self.overrides = OverrideBook(config.guard)
         self.guard = Guard(config, self.overrides)
+        self.pool = pool
         self.ticks = 0
         self.last: TickResult | None = None
 
@@ -109,18 +119,21 @@ class ControlState:
 def tick(state: ControlState, now_ns: int) -> TickResult:
     """One tick at ``now_ns``, which must not be before the last one's."""
     state.ticks += 1
-    signals = state.book.signals(now_ns)
+    seen = state.book.signals(now_ns)
+    signals = state.pool.hot(seen, now_ns) if state.pool is not None else seen
     conditions = state.detector.step(signals, now_ns)
-    sample = state.objective.tick(now_ns, signals)
+    sample = state.objective.tick(now_ns, seen)
     adaptation = state.adapter.step(signals, conditions, sample, now_ns)
     guarded = state.guard.step(adaptation, signals, sample, now_ns)
     state.adapter.adopt(guarded.acting, now_ns)
+    spares = _stand_by(state, seen, signals, guarded, adaptation, now_ns)
     active = tuple(c.name for c in conditions if c.active)
     decisions = tuple([state.ledger.write(draft, state.ticks, now_ns, active) for draft in guarded.written])
     state.guard.number(decisions)
+    decisions += tuple([state.ledger.write(draft, state.ticks, now_ns, active) for draft in spares.written])
     judged = [state.ledger.judge(j.seq, j.verdict, j.text, j.realised, state.ticks) for j in guarded.judged]
     state.last = TickResult(
-        plan=_plan(state, guarded, adaptation),
+        plan=_plan(state, guarded, adaptation, spares),
         decisions=decisions,
         conditions=conditions,
         signals=signals,
@@ -131,7 +144,22 @@ def tick(state: ControlState, now_ns: int) -> TickResult:
     return state.last
 
 
-def _plan(state: ControlState, guarded: Guarded, adaptation: Adaptation) -> Plan:
+def _stand_by(
+    state: ControlState, seen: Signals, hot: Signals, guarded: Guarded, adaptation: Adaptation, now_ns: int
+) -> Spares:
+    """Replicas beside those that serve."""
+    if state.pool is None:
+        return Spares()
+    target = guarded.in_force.get(TARGET)
+    by_hand = guarded.in_force.get((Knob.WARM_REPLICAS, ANY))
+
+    def allowed(wish: int) -> tuple[int, bool]:
+        return state.guard.allowed(Knob.WARM_REPLICAS, wish) if by_hand is None else (int(by_hand), True)
+
+    return state.pool.step(seen, hot, None if target is None else int(target), adaptation.advice, allowed, now_ns)
+
+
+def _plan(state: ControlState, guarded: Guarded, adaptation: Adaptation, spares: Spares) -> Plan:
     """What stands, in the form in which it is sent."""
     stands = guarded.in_force
     target, prefill = stands.get(TARGET), stands.get((Knob.PREFILL_REPLICAS, ANY))
@@ -148,6 +176,8 @@ def _plan(state: ControlState, guarded: Guarded, adaptation: Adaptation) -> Plan
         admission=admission,
         prefill_replicas=None if prefill is None else int(prefill),
         retired=frozenset([target for (knob, target), value in stands.items() if knob is Knob.RETIRED and value]),
+        warm_replicas=spares.wanted,
+        warm=spares.warm,
         overrides=guarded.overrides,
         cold=adaptation.advice.cold if adaptation.advice is not None else None,
     )

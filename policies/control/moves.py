@@ -37,6 +37,8 @@ class Move:
     """Names of the conditions it is meant to end; empty: it is housekeeping and fights over nothing."""
     urgent: bool = False
     """A brake that must not wait for others: preemptions, a replica that is gone, a model that sleeps or wakes."""
+    free: bool = False
+    """Taking it back costs nothing: a warm replica wakes or rests. It is no turn, however often."""
     alternatives: tuple[Alternative, ...] = ()
     """What else was considered for the same end."""
 

@@ -91,6 +91,10 @@ class Signals:
     """Places in :attr:`replicas` of those whose last report tells of preemptions."""
     starts: Starts = field(default_factory=Starts)
     """Replicas that start, and starts that ended."""
+    warm: int = 0
+    """Replicas that are ready and out of rotation, and are left out of :attr:`serving` and :attr:`fleet`."""
+    warm_wanted: int = 0
+    """How many of them there should be."""
     _chosen: dict[str, tuple[ReplicaSignals, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -7,7 +7,7 @@ from policies.build import build_policies
 from policies.config import PolicyConfig, RoutingConfig
 from policies.events import Arrived, Dispatch, Finish, FirstByte, Relay, ResponseEnded, ResponseStarted, Route, Routed
 from policies.flow import RequestFlow
-from policies.types import Request
+from policies.types import Mode, Plan, Request
 
 
 def a_request(request_id: str) -> Request:
@@ -69,3 +69,16 @@ def test_same_seed_makes_the_same_choices() -> None:
         views = policies.fleet.views(0)
         orders.append([tuple(policies.router.choose(a_request(str(i)), views, None, 0).order) for i in range(5)])
     assert orders[0] == orders[1] != orders[2]
+
+
+def test_warm_replicas_get_requests_only_where_nobody_else_takes_them() -> None:
+    policies = build_policies(PolicyConfig(), seed=0)
+    policies.update_members({"a": None, "b": None}, 0)
+    policies.plan_follower.receive(Plan("e", 1, 10_000.0, Mode.ACT, replicas_target=1, warm=frozenset({"b"})), 0)
+    assert policies.choose(a_request("r"), (), 0).order == ["a"]
+    policies.update_members({"a": {"seq": 1, "state": "draining"}, "b": None}, 1)
+    assert policies.choose(a_request("r"), (), 1).order == ["b"]
+    policies.plan_follower.receive(Plan("e", 2, 10_000.0, Mode.ACT, replicas_target=2), 2)
+    policies.update_members({"a": None, "b": None}, 2)
+    policies.update_members({"b": None, "c": None}, 3)
+    assert set(policies.choose(a_request("r"), (), 3).order) == {"b", "c"}
