@@ -153,7 +153,10 @@ def build_policies(
 def _admission_knobs(follower: PlanFollower, now_ns: int) -> AdmissionKnobs:
     """What the plan in force says of admission; nothing where there is none."""
     plan = follower.current(now_ns)
-    return plan.admission if plan is not None else _NO_KNOBS
+    if plan is None or not plan.admission.coming:
+        return plan.admission if plan is not None else _NO_KNOBS
+    age_s = (follower.age_ms(now_ns) or 0.0) / 1_000
+    return replace(plan.admission, coming_s=max(0.0, plan.admission.coming_s - age_s))
 
 
 def _why_left(ejected: Callable[[ReplicaId], str], warm: Collection[ReplicaId], replica_id: ReplicaId) -> str:

@@ -50,7 +50,7 @@ class AdmissionConfig:
     """Stands for the maximal output tokens of a request whose client names none."""
     retry_after_s: float = 1.0
     """Told to refused clients at least."""
-    retry_after_s_max: float = 60.0
+    retry_after_s_max: float = 300.0
     """Told to refused clients at most, however long the queue."""
     retry_after_jitter_share: float = 0.5
     """Each ``Retry-After`` is lengthened by up to this share, drawn evenly: those refused together do not come back

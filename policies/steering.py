@@ -102,6 +102,10 @@ class AdmissionKnobs:
     """Replaces ``admission.forecast_share``."""
     shed_factor: float | None = None
     """Multiplies every class's ``shed_share``; below 1 less important classes are cut off earlier."""
+    coming: int = 0
+    """Replicas that start."""
+    coming_s: float = 0.0
+    """Time until all of them should serve."""
 
 
 class ColdPhase(StrEnum):

@@ -34,6 +34,7 @@ from policies.admission.cold import ColdGate
 from policies.admission.fair_queue import FairQueue, Waiting
 from policies.admission.forecast import OUTPUT_WEIGHT, Capacity, Forecast
 from policies.admission.limits import Admission
+from policies.admission.promises import Promises
 from policies.admission.refusal import Refusal
 from policies.admission.reserve import Reserve
 from policies.admission.spent import Spent
@@ -101,6 +102,7 @@ class AdmissionGate:
         self.queue = FairQueue(config)
         self.tenants = TenantBook(config)
         self.forecast = Forecast(config.admission, capacity, rng)
+        self.promises = Promises()
         self._reserve = Reserve(config)
         self._capacity = capacity
         self._held: dict[str, _Held] = {}
@@ -135,6 +137,7 @@ class AdmissionGate:
         """Let ``request`` in, keep it, or refuse it."""
         cost = self.forecast.cost(request.prompt_tokens, request.output_tokens_max)
         refusal = self._bounds_refusal(request, cost, now_ns)
+        promised = self.promises.redeem(request.fingerprint, now_ns)
         queued, due_ns, expires_ns = False, None, 0
         if self._cold is not None and self._cold.is_cold(now_ns):
             queued = True
@@ -145,7 +148,7 @@ class AdmissionGate:
         elif refusal is None and self._engine_wait_ms is not None:
             free = not self.queue.requests and not self._kept_for_others(request.tenant, now_ns)
             queued = not (free and self._room(request.prompt_tokens, now_ns))
-            refusal, due_ns, expires_ns = self._forecast_refusal(request, cost, queued, now_ns)
+            refusal, due_ns, expires_ns = self._forecast_refusal(request, cost, queued, promised, now_ns)
         if refusal is None:
             output = request.output_tokens_max
             output = self._config.admission.output_tokens_estimate if output is None else output
@@ -201,7 +204,7 @@ class AdmissionGate:
         if over_ms <= 0:
             return None
         text = f"every replica would take {ttft_ms:,.0f} ms or more to its first token, {over_ms:,.0f} ms too long"
-        return self._overload("overloaded", text, over_ms, held.cost, now_ns)
+        return self._later("overloaded", text, request, over_ms, held.cost, now_ns)
 
     def release(self, request_id: str, spent: Spent, now_ns: int) -> float:
         """The request is over and used so much; unknown ids change nothing. What its tenant is charged, in USD."""
@@ -230,7 +233,7 @@ class AdmissionGate:
         text = f"it waited {(now_ns - request.arrival_ns) / 1e6:,.0f} ms for its turn and would come too late"
         cost = self.forecast.cost(request.prompt_tokens, request.output_tokens_max)
         wait_ms = self.forecast.wait_ms(self.queue.tokens, now_ns)
-        return Refusal("queue_timeout", text, retry_after_s=self.forecast.retry_after_s(wait_ms, cost, now_ns))
+        return self._later("queue_timeout", text, request, wait_ms, cost, now_ns)
 
     @property
     def holds_for_starts(self) -> bool:
@@ -337,7 +340,7 @@ class AdmissionGate:
         return self._overload(reason.code, reason.text, 0.0, cost, now_ns)
 
     def _forecast_refusal(
-        self, request: Request, cost: int, queued: bool, now_ns: int
+        self, request: Request, cost: int, queued: bool, promised: bool, now_ns: int
     ) -> tuple[Refusal | None, int | None, int]:
         """Why it cannot be served as promised, when its first token is due, and the last moment to send it on."""
         config, forecast = self._config, self.forecast
@@ -355,7 +358,7 @@ class AdmissionGate:
                 return Refusal("deadline_unreachable", text, should_retry=False), None, 0
         expires_ns = now_ns + round(max(0.0, due_ms - idle_ms - self._engine_wait_ms) * 1e6)
         due_ns = now_ns + round(due_ms * 1e6)
-        if not queued:
+        if not queued or promised:
             return None, due_ns, expires_ns
         above_ms = forecast.wait_ms(self.queue.tokens_above(request.priority), now_ns)
         knobs = self._knobs(now_ns)
@@ -363,13 +366,38 @@ class AdmissionGate:
             text = f"more important requests wait for the next {above_ms:,.0f} ms"
             return self._overload("shed", text, above_ms, cost, now_ns), None, 0
         ahead = self.queue.tokens_ahead(request.tenant, request.priority, request.task, cost)
+        ahead += round(self.promises.ahead(request.priority, due_ms / 1_000, now_ns))
         wait_ms = forecast.wait_ms(ahead, now_ns)
         predicted_ms = wait_ms + self._engine_wait_ms + idle_ms
         allowed_ms = _within(knobs.forecast_share, config.admission.forecast_share) * due_ms
         if predicted_ms > max(allowed_ms, self._engine_wait_ms + idle_ms):
             text = f"the first token would take {predicted_ms:,.0f} ms, {due_ms:,.0f} ms are promised"
-            return self._overload("overloaded", text, predicted_ms - allowed_ms, cost, now_ns), None, 0
+            waiting_ms = forecast.wait_ms(
+                self.queue.tokens_ahead(request.tenant, request.priority, request.task, cost), now_ns
+            )
+            return self._later("overloaded", text, request, waiting_ms, cost, now_ns), None, 0
         return None, due_ns, expires_ns
+
+    def _later(self, code: str, text: str, request: Request, wait_ms: float, cost: int, now_ns: int) -> Refusal:
+        """Refused now, and promised a time at which it is served; where none can be, the time of :meth:`_overload`."""
+        after_s = self.promises.give(
+            request.fingerprint,
+            request.priority,
+            cost,
+            wait_ms / 1_000,
+            self._rate_in(now_ns),
+            self._config.admission.retry_after_s_max,
+            now_ns,
+        )
+        if after_s is None:
+            return self._overload(code, text, wait_ms, cost, now_ns)
+        return Refusal(code, text, retry_after_s=after_s)
+
+    def _rate_in(self, now_ns: int) -> Callable[[float], float]:
+        """This gateway's part of what is served per second, by seconds from now on."""
+        rate, knobs = self.forecast.rate(now_ns) / self._config.gateways, self._knobs(now_ns)
+        later = rate * (1 + knobs.coming / max(1, self._capacity.replicas(now_ns)))
+        return lambda seconds: rate if seconds < knobs.coming_s else later
 
     def _overload(self, code: str, text: str, excess_ms: float, cost: int, now_ns: int) -> Refusal:
         return Refusal(code, text, retry_after_s=self.forecast.retry_after_s(excess_ms, cost, now_ns))

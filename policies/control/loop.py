@@ -19,6 +19,7 @@ from policies.control.adapt import Adaptation, Adapter
 from policies.control.detect import Condition, Detector
 from policies.control.guard import Guard
 from policies.control.guarded import Guarded
+from policies.control.joint import cold_start_ms
 from policies.control.ledger import Ledger
 from policies.control.levers import STRENGTH, TARGET, LeverLoop
 from policies.control.objective import ObjectiveMeter, ObjectiveSample
@@ -26,7 +27,7 @@ from policies.control.overrides import OverrideBook
 from policies.control.pool import Pool, Spares
 from policies.control.scaler import Scaler
 from policies.control.signals import SignalBook, Signals
-from policies.control.starts import Start
+from policies.control.starts import Start, coming_s
 from policies.measures import StartReport
 from policies.steering import ANY, AdmissionKnobs, Knob
 from policies.types import Decision, FleetView, GatewayReport, Mode, Plan, ReplicaReport
@@ -133,7 +134,7 @@ def tick(state: ControlState, now_ns: int) -> TickResult:
     decisions += tuple([state.ledger.write(draft, state.ticks, now_ns, active) for draft in spares.written])
     judged = [state.ledger.judge(j.seq, j.verdict, j.text, j.realised, state.ticks) for j in guarded.judged]
     state.last = TickResult(
-        plan=_plan(state, guarded, adaptation, spares),
+        plan=_plan(state, guarded, adaptation, spares, signals),
         decisions=decisions,
         conditions=conditions,
         signals=signals,
@@ -159,11 +160,20 @@ def _stand_by(
     return state.pool.step(seen, hot, None if target is None else int(target), adaptation.advice, allowed, now_ns)
 
 
-def _plan(state: ControlState, guarded: Guarded, adaptation: Adaptation, spares: Spares) -> Plan:
+def _coming(signals: Signals) -> tuple[int, float]:
+    """How many replicas start, and in how many seconds all of them should serve."""
+    fleet = signals.fleet
+    missing = fleet.replicas_target - fleet.replicas_running - fleet.unschedulable if fleet is not None else 0
+    if missing <= 0:
+        return 0, 0.0
+    return missing, round(coming_s(signals.starts, missing, cold_start_ms(signals) / 1_000), 1)
+
+
+def _plan(state: ControlState, guarded: Guarded, adaptation: Adaptation, spares: Spares, signals: Signals) -> Plan:
     """What stands, in the form in which it is sent."""
     stands = guarded.in_force
     target, prefill = stands.get(TARGET), stands.get((Knob.PREFILL_REPLICAS, ANY))
-    admission = AdmissionKnobs(stands.get((Knob.FORECAST_SHARE, ANY)), stands.get((Knob.SHED_FACTOR, ANY)))
+    share, factor = stands.get((Knob.FORECAST_SHARE, ANY)), stands.get((Knob.SHED_FACTOR, ANY))
     return Plan(
         epoch=state.epoch,
         seq=state.ticks,
@@ -173,7 +183,7 @@ def _plan(state: ControlState, guarded: Guarded, adaptation: Adaptation, spares:
         affinity_strength=stands.get(STRENGTH),
         knobs=guarded.knobs,
         load_bound=stands.get((Knob.LOAD_BOUND, ANY)),
-        admission=admission,
+        admission=AdmissionKnobs(share, factor, *_coming(signals)),
         prefill_replicas=None if prefill is None else int(prefill),
         retired=frozenset([target for (knob, target), value in stands.items() if knob is Knob.RETIRED and value]),
         warm_replicas=spares.wanted,

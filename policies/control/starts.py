@@ -151,6 +151,22 @@ class StartBook:
         return None
 
 
+OVERDUE_SHARE = 0.2
+"""A start that takes longer than those before is taken to need this share of one more."""
+
+LAST = 5
+"""The longest of so many starts stands for those under way: what clients are told must be true."""
+
+
+def coming_s(starts: Starts, missing: int, start_s: float) -> float:
+    """Seconds until ``missing`` replicas that were asked for serve; ``start_s`` is a start where none has ended."""
+    last = [start.total_ms / 1_000 for start in starts.ended[-LAST:] if start.age_ms > 0]
+    longest_s = max(last, default=start_s)
+    begun = [start.total_ms / 1_000 for start in starts.under_way]
+    since_s = min(begun) if len(begun) >= missing else 0.0
+    return max(longest_s - since_s, OVERDUE_SHARE * longest_s)
+
+
 def _start(followed: _Followed) -> Start:
     report = followed.last.value
     schedule = {} if followed.schedule_ms is None else {StartPhase.SCHEDULE: followed.schedule_ms}
