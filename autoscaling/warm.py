@@ -14,6 +14,12 @@ then is missed. The k-th warm replica would have served its part of that::
 took it: a pool does not talk itself away. This is the newsvendor's fractile with the distribution that was seen, ``P(k
 or more are short) > price of idling / worth of an hour served``, where what is short is counted in parts.
 
+Where engines can sleep (``scaling.asleep_price_share`` below 1), one that sleeps costs less and saves less, because
+waking takes its part of what a start takes::
+
+    sleeps     the k-th, where worth_k * wake_s / start is less than what sleeping spares
+    its price  is then share * price / (1 - wake_s / start)
+
 At most ``scaling.warm_max``, at least ``warm_min``; a person's override wins over both, Serve's maximum over all.
 
 Which: the ones that came last (they are also the ones that Serve stops first), as many as are ready beyond the number
@@ -115,6 +121,8 @@ class WarmPool:
         self._want = Want()
         self._wanted = 0
         self._by_price = 0
+        self._awake = 0
+        """Of those that stand by, how many are worth more awake."""
         self._warm: list[ReplicaId] = []
         """In the order in which they became so."""
         self._came: dict[ReplicaId, int] = {}
@@ -182,7 +190,7 @@ class WarmPool:
         self._give(target, now_ns)
         woken, rest = self._choose(seen, target, wanted)
         written.extend(_told(seen.model, woken, rest, inputs))
-        return Spares(wanted, frozenset(self._warm), tuple(written))
+        return Spares(wanted, frozenset(self._warm), self._asleep, tuple(written))
 
     def _held(self, seen: Signals, target: int | None, now_ns: int) -> Spares:
         """Nobody reports: what stands stays. No number of hot ones: nobody is warm."""
@@ -192,7 +200,7 @@ class WarmPool:
         known = set(seen.ids)
         self._warm = [r for r in self._warm if r in known]
         self._give(target, now_ns)
-        return Spares(self._wanted, frozenset(self._warm))
+        return Spares(self._wanted, frozenset(self._warm), self._asleep)
 
     def _wish(
         self, hot: Signals, target: int, advice: ScaleAdvice | None, high: int, now_ns: int
@@ -203,12 +211,16 @@ class WarmPool:
         arrivals_ps = hot.traffic.arrivals_ps if hot.traffic is not None else 0.0
         start_s = cold_start_ms(hot) / 1_000
         short = self._want.add(filled, target, arrivals_ps, start_s, scaling.warm_max, now_ns)
-        count = 0
+        lost = min(1.0, scaling.wake_s / start_s) if start_s > 0 else 1.0
+        asleep_usd = scaling.asleep_price_share * self._usd_per_hour / (1 - lost) if lost < 1 else math.inf
+        price, count = min(self._usd_per_hour, asleep_usd), 0
         while count < scaling.warm_max:
             factor = DROP_FACTOR if count < self._by_price else ADD_FACTOR
-            if self._worth(count + 1) <= factor * self._usd_per_hour:
+            if self._worth(count + 1) <= factor * price:
                 break
             count += 1
+        spared_usd = (1 - scaling.asleep_price_share) * self._usd_per_hour
+        self._awake = len([k for k in range(1, count + 1) if self._worth(k) * lost >= spared_usd])
         inputs: dict[str, float | int | str | None] = {
             "filled": round(filled, 2), "short": round(short, 2), "start_s": round(start_s, 1),
             "arrivals_ps": round(arrivals_ps, 3),
@@ -224,6 +236,13 @@ class WarmPool:
 
     def _worth(self, k: int) -> float:
         return self._want.saved_ph(k) * self._missed_usd
+
+    @property
+    def _asleep(self) -> frozenset[ReplicaId]:
+        """Those that rest for longest; what is woken first is awake."""
+        if self._scaling.asleep_price_share >= 1:
+            return frozenset()
+        return frozenset(self._warm[: max(0, len(self._warm) - self._awake)])
 
     # --- which --------------------------------------------------------------------------------------------------------
 

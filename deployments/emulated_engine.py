@@ -72,7 +72,7 @@ class EmulatedEngine:
     async def _open(self, settings: Settings, started_ns: int, start: StartTeller) -> None:
         from deployments.replica_wiring import new_host
 
-        emulated = engine_settings(settings.model)
+        emulated = self._settings = engine_settings(settings.model)
         self._faults = FaultBoard(emulated.faults, emulated.seed)
         self._signals = Signals(self._faults)
         self._core = EngineCore(emulated, self._faults, self._shared)
@@ -80,6 +80,8 @@ class EmulatedEngine:
         self._steps = asyncio.create_task(self._core.run(), name="emulated-engine")
         host = new_host(settings, self._shared, started_ns, through=self._signals.through)
         await host.start(self._app, start.first_byte)
+        if settings.model.can_sleep:
+            host.can_sleep(self.sleep, self.wakeup)
         self._host = host
 
     def record_replica_metadata(self) -> dict[str, str]:
@@ -105,6 +107,15 @@ class EmulatedEngine:
             raise RuntimeError(f"the emulated engine's loop ended: {self._steps.exception()!r}")
         if self._host is not None:
             await self._host.check_health()
+
+    async def sleep(self) -> None:
+        """Compute nothing until :meth:`wakeup`."""
+        self._core.asleep = True
+
+    async def wakeup(self) -> None:
+        """Compute again, after ``emulated.wake_ms``."""
+        await asyncio.sleep((self._settings.wake_ms or 0.0) / 1e3)
+        self._core.asleep = False
 
     async def set_faults(self, changes: Mapping[str, Any], replica_id: str | None = None) -> dict[str, Any]:
         """Change the faults in force here, unless ``replica_id`` names another replica.

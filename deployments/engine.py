@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ class VllmEngine(LLMServer):
             devices = [name for name in await self.collective_rpc("tidegate_device", timeout=60.0) if name]
         host = new_host(settings, shared, started_ns, devices)
         await host.start(app, start.first_byte)
+        if settings.model.can_sleep:
+            host.can_sleep(partial(self.sleep, level=1), self.wakeup)
         self._host = host
 
     def record_replica_metadata(self) -> dict[str, str]:

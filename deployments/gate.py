@@ -48,6 +48,8 @@ class Gate:
         """True: requests that come from now on are answered 503 and never started."""
         self.on_first_body: Callable[[], None] | None = None
         """Called once, when the first byte of any answer's body leaves."""
+        self.before: Callable[[], Awaitable[None]] | None = None
+        """Awaited by each request before it goes on: an engine that sleeps is woken."""
         self.empty = asyncio.Event()
         """Set while nobody is inside."""
         self.empty.set()
@@ -96,6 +98,8 @@ class Gate:
             await send(message)
 
         try:
+            if self.before is not None:
+                await self.before()
             await self._app(scope, receive, heard)
         finally:
             silent.pop(me, None)

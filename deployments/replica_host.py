@@ -14,6 +14,7 @@ reports to whom is passed in as ``report``.
   when requests came in that long ago, had no byte of answer and the engine knows of no work. Idle is healthy; so is a
   step in progress that is shorter than that. On a slow device one large step may take longer: the limit is then
   :data:`STEP_PATIENCE` times what the step model predicts for a full token budget, at most :data:`STUCK_AFTER_S_MAX`.
+* **Sleep.** An engine that can sleeps while the plan says so and nobody is inside; a request wakes it (``sleeper.py``).
 * **Leaving.** :meth:`ReplicaHost.drain` serves on for :data:`DRAIN_GRACE_S` while gateways learn of it, then refuses
   new requests and waits for those inside, at most ``drain_s_max``, and not for a stuck engine.
 
@@ -39,6 +40,7 @@ from deployments.http_bounds import BoundedHttp
 from deployments.knobs import EngineGauges, EngineShared
 from deployments.reporting import ReportBuilder
 from deployments.settings import ModelSettings
+from deployments.sleeper import Sleeper
 from policies.config import PolicyConfig
 from policies.measures import GpuReading, Roofline
 from policies.plan_follower import PlanFollower
@@ -123,6 +125,7 @@ class ReplicaHost:
         self._cold_start_ms: float | None = None
         self._draining = False
         self._stats_seq = 0
+        self._sleeper: Sleeper | None = None
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -146,6 +149,13 @@ class ReplicaHost:
             await asyncio.sleep(0.005)
         self._cold_start_ms = (now_ns() - self._started_ns) / 1e6
         self._loop_task = asyncio.create_task(self._report_forever(), name="tidegate-replica-reports")
+
+    def can_sleep(self, sleep: Callable[[], Awaitable[None]], wake: Callable[[], Awaitable[None]]) -> None:
+        """The engine can give its device's memory back, and take it again: it sleeps when the plan says so."""
+        gate = self._gate
+        assert gate is not None, "it has started"
+        self._sleeper = Sleeper(sleep, wake, lambda: gate.inflight)
+        gate.before = self._sleeper.ready
 
     async def drain(self) -> None:
         """Leave: serve on for the grace time, refuse new requests, wait for those inside, at most ``drain_s_max``.
@@ -253,6 +263,9 @@ class ReplicaHost:
         """Write the knobs of the plan in force; without one, or in shadow mode, the engine's start-up values."""
         plan = self._follower.current(now_ns())
         acting = plan is not None and plan.mode is Mode.ACT
+        if self._sleeper is not None:
+            stands_by = plan is not None and acting and self._identity.replica_id in plan.asleep
+            self._sleeper.want(stands_by and not self._draining)
         knobs = plan.knobs.get(self._identity.replica_id, Knobs()) if plan and acting else Knobs()
         bounds = exploration(self._policy, plan, self._identity.replica_id) if plan and acting else NO_EXPLORATION
         if (knobs, bounds) != (self._knobs, self._bounds):

@@ -370,6 +370,11 @@ def _contradictions(settings: Settings) -> list[str]:
     if scaling.replicas_min == 0 and scaling.hold_s_max * 1_000 > settings.gateway.total_timeout_ms:
         limit_s = settings.gateway.total_timeout_ms / 1_000
         found.append(f"scaling.hold_s_max: {scaling.hold_s_max:g}: is above gateway.total_timeout_ms ({limit_s:g} s)")
+    if scaling.warm_max > scaling.warm_min and not settings.prices.missed_usd:
+        found.append(f"scaling.warm_max: {scaling.warm_max}: has no effect above warm_min while prices.missed_usd is 0")
+    if scaling.asleep_price_share < 1 and not model.can_sleep:
+        where = "needs engine_args.enable_sleep_mode" if model.device == "gpu" else "vLLM cannot sleep on CPU"
+        found.append(f"scaling.asleep_price_share: {scaling.asleep_price_share:g}: {where}")
     free = settings.prices == PricesConfig(
         replica_usd_per_hour=settings.prices.replica_usd_per_hour, missed_usd=settings.prices.missed_usd
     )

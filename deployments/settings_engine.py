@@ -94,6 +94,8 @@ class EmulatedSettings(Strict):
     context_tokens_max: int = Field(default=2_048, ge=1)
     start_ms: float = Field(default=0.0, ge=0)
     """Time from process start to readiness."""
+    wake_ms: float | None = Field(default=None, ge=0)
+    """Time it takes to wake an engine that sleeps; ``None``: this engine cannot sleep."""
     seed: int = Field(default=0, ge=0)
     text: str = Field(default="lorem", min_length=1, max_length=10_000)
     """Words the answers are made of."""
@@ -132,6 +134,13 @@ class ModelSettings(Strict):
     report_interval_ms: float = Field(default=1_000.0, ge=50)
     context_tokens_max: int | None = Field(default=None, ge=1)
     """Longest prompt plus output; ``None``: what the engine says."""
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether its engines can give their device's memory back while they stand by; vLLM has that on GPUs alone."""
+        if self.engine == "emulated":
+            return self.emulated.wake_ms is not None
+        return self.device == "gpu" and bool(self.engine_args.get("enable_sleep_mode"))
 
     @property
     def known_context_tokens(self) -> int | None:

@@ -395,6 +395,10 @@ class ScalingConfig:
     """Most replicas that stand by, started and out of rotation; how many do follows from ``prices``."""
     warm_min: int = 0
     """Fewest of them, whatever they cost."""
+    asleep_price_share: float = 1.0
+    """Part of a replica's price that one costs whose engine sleeps; 1: nothing is saved, and none does."""
+    wake_s: float = 5.0
+    """What waking such an engine takes."""
     inflight_target: int = 8
     """Open requests per replica, used by the local rule when no plan is in force."""
     forecast: bool = True
@@ -416,6 +420,8 @@ class ScalingConfig:
             need(getattr(self, name) > 0, name, "must be above 0")
         need(self.start_tries_max >= 1, "start_tries_max", "must be at least 1")
         need(self.warm_min >= 0, "warm_min", "must not be negative")
+        need(0 <= self.asleep_price_share <= 1, "asleep_price_share", "must be in [0, 1]")
+        need(self.wake_s > 0, "wake_s", "must be above 0")
         need(
             self.warm_max >= self.warm_min,
             "warm_max",

@@ -327,6 +327,8 @@ class Plan:
     """Replicas that should stand by, started and out of rotation, beside ``replicas_target``."""
     warm: frozenset[ReplicaId] = frozenset()
     """Those that do: routers send them nothing while anybody else takes requests."""
+    asleep: frozenset[ReplicaId] = frozenset()
+    """Those of them whose engines sleep, where they can: a request wakes them in seconds."""
     overrides: tuple[Override, ...] = ()
     """In force, so that gateways can tell them to the controller's next life."""
     cold: ColdModel | None = None

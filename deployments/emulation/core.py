@@ -128,6 +128,7 @@ class EngineCore:
         self.faults = faults
         self.counters = CoreCounters()
         self.draining = False
+        self.asleep = False
         self.scheduler = Scheduler(BlockPool(settings.kv_blocks, settings.block_tokens), WAITING_MAX)
         step = settings.step
         self._law = StepCoefficients(step.a_ms, step.b_ms, step.c_ms, step.d_ms)
@@ -151,7 +152,10 @@ class EngineCore:
 
         Raises:
             EngineFullError: too many requests wait.
+            RuntimeError: the engine sleeps; nobody may ask it then.
         """
+        if self.asleep:
+            raise RuntimeError("the engine sleeps")
         if self.faults.kills(prompt_text):
             self._die(DIE_EXIT_CODE)
         sequences = [Sequence(prompt, answer, salt) for prompt, answer in pairs]

@@ -188,6 +188,7 @@ def _plan(state: ControlState, guarded: Guarded, adaptation: Adaptation, spares:
         retired=frozenset([target for (knob, target), value in stands.items() if knob is Knob.RETIRED and value]),
         warm_replicas=spares.wanted,
         warm=spares.warm,
+        asleep=spares.asleep,
         overrides=guarded.overrides,
         cold=adaptation.advice.cold if adaptation.advice is not None else None,
     )

@@ -2,6 +2,7 @@
 
     hot     serves; the scaler, the joint plan and the guard rails decide how many there are
     warm    started, and routers send it nothing while anybody else takes requests; counted by a :class:`Pool`
+    asleep  warm, and its engine has given its device's memory back: it wakes in seconds
     cold    not there
 
 Levers and conditions see the hot fleet alone (:meth:`Pool.hot`); what Serve is asked for is both together
@@ -28,6 +29,8 @@ class Spares:
     """Warm replicas that there should be."""
     warm: frozenset[ReplicaId] = frozenset()
     """Those that are."""
+    asleep: frozenset[ReplicaId] = frozenset()
+    """Those of them whose engines should sleep."""
     written: tuple[Draft, ...] = ()
     """For the ledger."""
 

@@ -173,3 +173,16 @@ def test_in_shadow_mode_it_is_written_down_and_nobody_stands_by() -> None:
     assert world.seconds(5).wanted == 0
     assert world.spares.warm == frozenset()
     assert world.codes == ["WarmLeast"]
+
+
+def test_where_engines_sleep_those_of_little_worth_do_and_more_of_them_pay() -> None:
+    awake = World(missed_usd=0.006, warm_max=2)
+    assert awake.seconds(60, filled=3.0).wanted == 0
+    world = World(missed_usd=0.006, warm_max=2, asleep_price_share=0.1, wake_s=3.0)
+    assert world.seconds(60, filled=3.0).wanted == 2
+    world.seconds(3, filled=0.5)
+    assert world.spares.warm == {"r1", "r2"}
+    assert world.spares.asleep == {"r1", "r2"}, "a tenth of the worth is lost, nine tenths of the price are spared"
+    slow = World(missed_usd=1.0, warm_max=2, asleep_price_share=0.9, wake_s=29.0)
+    slow.seconds(63, filled=3.0)
+    assert (len(slow.spares.warm), slow.spares.asleep) == (2, frozenset())
