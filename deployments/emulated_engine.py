@@ -129,7 +129,8 @@ class EmulatedEngine:
     async def counters(self) -> dict[str, Any]:
         """Gauges and counters of this replica's engine, and its ``replica_id``."""
         gauges, counters = dataclasses.asdict(self._core.gauges()), dataclasses.asdict(self._core.counters)
-        return {"replica_id": self._replica_id, "pid": os.getpid(), **gauges, **counters}
+        life = {"replica_id": self._replica_id, "pid": os.getpid(), "asleep": self._core.asleep}
+        return life | gauges | counters
 
     async def __del__(self) -> None:
         """Serve awaits it: drain, close the port, stop the engine."""
