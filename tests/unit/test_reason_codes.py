@@ -11,7 +11,7 @@ from dashboards.catalogue import LABELS
 
 ROOT = Path(__file__).resolve().parents[2]
 WHERE = {
-    "Refusal": 0, "_overload": 0, "_unavailable": 0, "_try_again": 0, "_stop": 0,
+    "Refusal": 0, "_overload": 0, "_later": 0, "_unavailable": 0, "_try_again": 0, "_stop": 0,
     "_finish": 1, "_error": 2, "_stream_broken": 2, "ended_early": 2, "GatewayError": 2, "bad_request": 2,
 }  # fmt: skip
 """Calls that end a request, or refuse it, and which argument is the code."""
