@@ -158,7 +158,7 @@ async def test_a_prefill_replica_that_is_gone_costs_nothing() -> None:
         targets = pair.core.membership.targets
         dead = {pair.prefill.name: "127.0.0.1:9", pair.decode.name: pair.decode.server.endpoint}
         tell(pair.core, dead, **{name: sample(2) for name in targets})
-        pair.core.drop_replica = lambda _: None  # type: ignore[method-assign]  # Serve's part
+        pair.core.drop_replica = lambda replica_id: None  # type: ignore[method-assign]
         client, record = await pair.ask()
         assert client.complete
         assert record["disaggregation"] == "prefill_failed"
