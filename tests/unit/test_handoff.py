@@ -203,7 +203,7 @@ async def test_an_engine_that_computed_after_all_is_told() -> None:
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])
 async def test_a_client_that_leaves_leaves_nothing_behind(where: str) -> None:
-    async with a_pair(prefill_timeout_ms=60_000.0, pull_timeout_ms=60_000.0) as pair:
+    async with a_pair(prefill_timeout_ms=60_000.0, pull_timeout_ms=20_000.0) as pair:
         pair.prefill.leg = None if where == "prefill" else pair.prefill.leg
         pair.decode.pulls = None
         engine = pair.prefill if where == "prefill" else pair.decode

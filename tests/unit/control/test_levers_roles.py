@@ -80,3 +80,11 @@ def test_a_ratio_set_by_hand_stands() -> None:
 def test_without_roles_or_with_a_fixed_ratio_the_plan_has_no_opinion() -> None:
     for split in (DisaggregationConfig(), replace(SPLIT, adaptive=False)):
         assert Fleet(replace(CONFIG, disaggregation=split)).run(3, PROMPTS) is None
+
+
+def test_roles_move_beside_all_other_levers() -> None:
+    fleet = Fleet(
+        PolicyConfig(objectives=CONFIG.objectives, disaggregation=SPLIT, scaling=ScalingConfig(replicas_max=6))
+    )
+    assert (fleet.run(60, PROMPTS) or 0) >= 4
+    assert {d.reason.code for d in fleet.decisions if d.acted} == {"MoreToPrefill"}
