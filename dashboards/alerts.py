@@ -21,6 +21,8 @@ from typing import Any
 from dashboards.promql import bare
 
 RUNBOOKS = "dashboards/RUNBOOKS.md"
+HANDOVERS = "split|prefill_failed|prefill_timeout"
+"""Codes of requests that were to be split; what fails after ``split`` is counted beside it."""
 MISSED_MIN = 5
 KEYS = "model, priority, objective"
 
@@ -175,6 +177,10 @@ def control_alerts() -> list[Alert]:
 def fleet_alerts() -> list[Alert]:
     """What people must know of replicas, queues and tenants."""
     used, budget = (bare(f"tenant_budget{part}_usd") for part in ("_used", ""))
+    failed, tried = (
+        f"sum by (model) (rate({bare('disaggregation_total', reason=f'~{codes}')}[5m]))"
+        for codes in ("prefill_failed|prefill_timeout|pull_failed|pull_timeout|recomputed", HANDOVERS)
+    )
     return [
         Alert(
             "TidegateReplicaEjected",
@@ -184,6 +190,15 @@ def fleet_alerts() -> list[Alert]:
             "Ask `conditions` which replica is slow or failing; look at its device and log.",
             "a-replica-is-ejected",
             "2m",
+        ),
+        Alert(
+            "TidegateHandoverFailing",
+            f"{failed} / {tried} > 0.2 and {failed} > 0.02",
+            "ticket",
+            "{{ $value | humanizePercentage }} of the prompts that {{ $labels.model }} computes apart come to nothing.",
+            "Ask `request ID` of one; look at prefill replicas' logs, and at the network between replicas.",
+            "handing-over-fails",
+            "5m",
         ),
         Alert(
             "TidegateQueueGrowing",

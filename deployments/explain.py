@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeAlias
 
+from policies.split import SplitCode
 from policies.steering import ANY, Knob, Lever, Verdict
 
 Entry: TypeAlias = Mapping[str, Any]
@@ -60,6 +61,22 @@ VERDICT_WORDS: Mapping[str, str] = {
     Verdict.OVERTAKEN: "cannot be said: load, fleet or other levers changed too much in the meantime",
 }
 """What became of a decision."""
+
+SPLIT_WORDS: Mapping[str, str] = {
+    SplitCode.SPLIT: "prompt computed at one replica, answer written at another",
+    SplitCode.SHORT: "whole: too few uncached prompt tokens",
+    SplitCode.UNSUITED: "whole: its form allows no handing over",
+    SplitCode.NO_PREFILL: "whole: no replica that prefills took requests",
+    SplitCode.NO_DECODE: "whole: no replica that decodes took requests",
+    SplitCode.BUSY: "whole: the prefill replica would have been too late",
+    SplitCode.AGAIN: "whole: it tried a replica on probation",
+    SplitCode.PREFILL_FAILED: "whole after all: the prefill replica failed",
+    SplitCode.PREFILL_TIMEOUT: "whole after all: the prefill replica took too long",
+    SplitCode.PULL_FAILED: "whole after all: the decode replica answered the handed over prompt with an error",
+    SplitCode.PULL_TIMEOUT: "whole after all: the decode replica gave no byte in time",
+    SplitCode.RECOMPUTED: "handed over, but the decode engine could not pull and computed the prompt itself",
+}
+"""What became of a request where replicas have roles."""
 
 HOLD_WORDS: Mapping[str, str] = {
     "Frozen": "FROZEN",

@@ -345,6 +345,23 @@ def _contradictions(settings: Settings) -> list[str]:
         found.append(f"model.accelerator_type: {model.accelerator_type!r}: only with model.device 'gpu'")
     if settings.gateway.clients == "any" and not settings.auth.required:
         found.append("gateway.clients: 'any': needs API keys; remove auth: none, or set gateway.clients to loopback")
+    free = settings.prices == PricesConfig(
+        replica_usd_per_hour=settings.prices.replica_usd_per_hour, missed_usd=settings.prices.missed_usd
+    )
+    found += _scaling_problems(settings) + _broken_promises(settings)
+    if settings.disaggregation.enabled:
+        found += split_problems(model, settings.disaggregation, settings.scaling.replicas_max)
+    for name, tenant in settings.tenants.items():
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+            found.append(f"tenants: {name[:70]!r}: must be 1 to 64 letters, digits, . _ or -")
+        if tenant.budget_usd_max is not None and free:
+            found.append(f"tenants.{name}.budget_usd_max: has no effect because all prices are 0; set prices")
+    return found
+
+
+def _scaling_problems(settings: Settings) -> list[str]:
+    """What ``scaling`` asks for and cannot have."""
+    found, model = [], settings.model
     scaling = settings.scaling
     if scaling.replicas_min == 0 and not scaling.enabled:
         found.append("scaling.replicas_min: 0: needs scaling.enabled, without which nobody wakes the model")
@@ -356,17 +373,6 @@ def _contradictions(settings: Settings) -> list[str]:
     if scaling.asleep_price_share < 1 and not model.can_sleep:
         where = "needs engine_args.enable_sleep_mode" if model.device == "gpu" else "vLLM cannot sleep on CPU"
         found.append(f"scaling.asleep_price_share: {scaling.asleep_price_share:g}: {where}")
-    free = settings.prices == PricesConfig(
-        replica_usd_per_hour=settings.prices.replica_usd_per_hour, missed_usd=settings.prices.missed_usd
-    )
-    found += _broken_promises(settings)
-    if settings.disaggregation.enabled:
-        found += split_problems(model, settings.disaggregation, settings.scaling.replicas_max)
-    for name, tenant in settings.tenants.items():
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-            found.append(f"tenants: {name[:70]!r}: must be 1 to 64 letters, digits, . _ or -")
-        if tenant.budget_usd_max is not None and free:
-            found.append(f"tenants.{name}.budget_usd_max: has no effect because all prices are 0; set prices")
     return found
 
 

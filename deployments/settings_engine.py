@@ -190,6 +190,11 @@ def split_problems(model: ModelSettings, split: DisaggregationConfig, replicas_m
             f"disaggregation.prefill_replicas: {split.prefill_replicas}: must be below scaling.replicas_max "
             f"({replicas_max}): somebody must decode"
         )
+    if split.pull_timeout_ms >= model.stuck_after_s * 1_000:
+        found.append(
+            f"disaggregation.pull_timeout_ms: {split.pull_timeout_ms:g}: must be below model.stuck_after_s "
+            f"({model.stuck_after_s:g} s): an engine that waits for blocks alone would count as stuck"
+        )
     own = model.engine_args.get("kv_transfer_config") or {}
     for name, value in CONNECTOR.items():
         if isinstance(own, dict) and own.get(name, value) != value:

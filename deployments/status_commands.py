@@ -28,7 +28,7 @@ from deployments.control_commands import (
     client_of,
     one_line_errors,
 )
-from deployments.explain import number, span
+from deployments.explain import SPLIT_WORDS, number, span
 from deployments.simulation.tables import console_for
 
 WATCH_S = 1.0
@@ -134,6 +134,7 @@ def told(found: Row) -> Iterator[str]:
         ("Who", f"tenant {found['tenant']}, class {found['class'] or NONE}, key {found['key_id'] or NONE}"),
         ("Went to", hops or "no replica"),
         ("Because", _because(found["routed"])),
+        ("Split", SPLIT_WORDS.get(found.get("disaggregation") or "", "")),
         ("Extra", _extra(found)),
         ("First token", f"{_ms(found['ttft_ms'])} = {' + '.join(parts)}" if found["ttft_ms"] else "none was sent"),
         ("Predicted", _ms(found["predicted_ttft_ms"]) + " from dispatch to first token"),

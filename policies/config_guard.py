@@ -37,8 +37,9 @@ class DisaggregationConfig:
     """The controller moves replicas between the roles."""
     prefill_timeout_ms: float = 30_000.0
     """Longest time from a prompt's dispatch to a prefill replica to the end of its computation."""
-    pull_timeout_ms: float = 30_000.0
-    """Longest time from the dispatch to a decode replica to its first byte; then it computes the prompt itself."""
+    pull_timeout_ms: float = 15_000.0
+    """Longest time from the dispatch to a decode replica to its first byte; then it computes the prompt itself. Below
+    ``model.stuck_after_s``: an engine that waits for blocks alone makes no step."""
     lease_s: int = 30
     """Blocks that no decode replica asks for are freed at the prefill replica after this long."""
 

@@ -11,6 +11,7 @@ from autoscaling.simulator.recorded import ConditionNote, DecisionLine
 from deployments import explain
 from deployments.control_view import decision_state
 from policies.control.catalogue import SPECS
+from policies.split import SplitCode
 from policies.steering import Alternative, Knob, Lever, Verdict
 from policies.types import Decision, Reason
 
@@ -101,6 +102,7 @@ def test_a_guards_decision_without_a_knob_says_its_reason_in_the_list() -> None:
 def test_every_knob_lever_and_verdict_has_words() -> None:
     assert set(explain.KNOB_WORDS) == set(Knob)
     assert set(explain.LEVER_WORDS) == {*Lever, "guard"}
+    assert set(explain.SPLIT_WORDS) == set(SplitCode)
     assert set(explain.VERDICT_WORDS) == set(Verdict)
 
 

@@ -158,7 +158,7 @@ async def test_a_prefill_replica_that_is_gone_costs_nothing() -> None:
         targets = pair.core.membership.targets
         dead = {pair.prefill.name: "127.0.0.1:9", pair.decode.name: pair.decode.server.endpoint}
         tell(pair.core, dead, **{name: sample(2) for name in targets})
-        pair.core.drop_replica = lambda _: None  # type: ignore[method-assign]  # Serve's part
+        pair.core.drop_replica = lambda replica_id: None  # type: ignore[method-assign]
         client, record = await pair.ask()
         assert client.complete
         assert record["disaggregation"] == "prefill_failed"
@@ -203,7 +203,7 @@ async def test_an_engine_that_computed_after_all_is_told() -> None:
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])
 async def test_a_client_that_leaves_leaves_nothing_behind(where: str) -> None:
-    async with a_pair(prefill_timeout_ms=60_000.0, pull_timeout_ms=60_000.0) as pair:
+    async with a_pair(prefill_timeout_ms=60_000.0, pull_timeout_ms=20_000.0) as pair:
         pair.prefill.leg = None if where == "prefill" else pair.prefill.leg
         pair.decode.pulls = None
         engine = pair.prefill if where == "prefill" else pair.decode

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from policies.config import DisaggregationConfig, PolicyConfig
+from policies.config import PolicyConfig
+from policies.config_guard import DisaggregationConfig
 from policies.faults import PROBATION
 from policies.split import Roles, SplitCode, decide, decode_first, handed_over, without_prompt
 from policies.types import Mode, Plan, Reason, Request, RouteChoice

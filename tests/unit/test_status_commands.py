@@ -137,6 +137,7 @@ def a_request() -> dict[str, Any]:
     first = record.sent("a1", 1_002 * MS)
     first.close(1_010 * MS, "reset")
     record.first_byte(record.sent("b2", 1_011 * MS), 1_040 * MS)
+    record.split_code = "prefill_failed"
     record.status, record.prompt_tokens, record.output_tokens, record.usd = 200, 18, 64, 0.00002
     record.finish("succeeded", "ok", 1_900 * MS)
     recent = RecentRequests("g1")
@@ -153,6 +154,7 @@ def test_request_tells_where_it_went_and_why(url: str) -> None:
         "Ended        succeeded: ok, status 200",
         "Went to      a1 (reset), then b2 (ok)",
         "Because      predicted 30 ms, 16 of 18 prompt tokens cached  [prefix_hit]",
+        "Split        whole after all: the prefill replica failed",
         "Extra        2 attempts",
         "First token  40 ms = queue 0 ms + route 11 ms + engine 29 ms",
         "Tokens       18 prompt, of which unknown cached; 64 output",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from autoscaling.recommend import ReplicaScaler
-from policies.config import ControlConfig, DisaggregationConfig, ObjectivesConfig, PolicyConfig, ScalingConfig
-from policies.config_guard import GuardConfig
+from policies.config import ControlConfig, ObjectivesConfig, PolicyConfig, ScalingConfig
+from policies.config_guard import DisaggregationConfig, GuardConfig
 from policies.control.loop import ControlState, tick
 from policies.steering import ANY, Knob, Override
 from policies.types import Decision
@@ -32,7 +33,7 @@ class Fleet:
         self.replicas, self.second = replicas, 0
         self.decisions: list[Decision] = []
 
-    def run(self, seconds: int, load: dict[str, object] | None, samples: int = 1_000) -> int | None:
+    def run(self, seconds: int, load: dict[str, Any] | None, samples: int = 1_000) -> int | None:
         plan = None
         for _ in range(seconds):
             self.second += 1
@@ -79,3 +80,11 @@ def test_a_ratio_set_by_hand_stands() -> None:
 def test_without_roles_or_with_a_fixed_ratio_the_plan_has_no_opinion() -> None:
     for split in (DisaggregationConfig(), replace(SPLIT, adaptive=False)):
         assert Fleet(replace(CONFIG, disaggregation=split)).run(3, PROMPTS) is None
+
+
+def test_roles_move_beside_all_other_levers() -> None:
+    fleet = Fleet(
+        PolicyConfig(objectives=CONFIG.objectives, disaggregation=SPLIT, scaling=ScalingConfig(replicas_max=6))
+    )
+    assert (fleet.run(60, PROMPTS) or 0) >= 4
+    assert {d.reason.code for d in fleet.decisions if d.acted} == {"MoreToPrefill"}
