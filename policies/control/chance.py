@@ -9,12 +9,14 @@ A fleet that follows chance goes up and down under a steady load, and each turn 
     rose     work > lowest since the number last fell   * (1 + DEVIATIONS * error)
 
 Going on in the same direction asks for no more than before; going back is *by the load* where it fell (rose), and else
-must be worth it at a load that is ``TURN_MARGIN`` of what is counted. It must not decide how many.
+must be worth it at a load that is ``TURN_MARGIN`` of what is counted. The fleet model says how many carry that.
 """
 
 from __future__ import annotations
 
 import math
+
+from policies.control.fleet_model import FleetModel
 
 HALF_LIFE_S = 30.0
 """Half-life of the mean: some start-up times of small models; a step is seen in half of it."""
@@ -51,6 +53,14 @@ class Chance:
         self._work = self._work * keep + arrivals_ps * work_s * elapsed_s
         if self._seconds >= HALF_LIFE_S:
             self._highest, self._lowest = max(self._highest, self.work), min(self._lowest, self.work)
+
+    def needs(self, model: FleetModel, low: int, high: int, now_ns: int) -> tuple[int | None, int | None]:
+        """One tick: replicas below which the number must not stay, and to which it may fall, as ``model`` predicts."""
+        load, work_s = model.load, model.work_s
+        if load is None or work_s is None:
+            return None, None
+        self.step(load.arrivals_ps, work_s, now_ns)
+        return model.least(low, high, load.times(self.floor)), model.least(low, high, load.times(self.margin))
 
     @property
     def work(self) -> float:
