@@ -18,6 +18,10 @@ A lasting change of speed (``policies/drift.py``) is another engine: all coeffic
 what is not seen at present (prompts, while only decoding goes on) changes too, and learned anew from there as from a
 prior. :attr:`StepCoefficients.drifts` counts it.
 
+Which slopes are more than the prior's guess is told beside them: ``batch_known`` and ``prompts_known`` turn true when
+the fit predicts a step of 16 sequences, or of 512 prompt tokens, within :data:`KNOWN_SHARE`. One stream alone,
+however long, says what one stream costs and nothing of two.
+
 It must not decide anything, and it must not trust a clock: durations come from the engine that measured them.
 """
 
@@ -63,8 +67,18 @@ HOLD_REFRESH_STEPS = 8
 PRIOR_NOISE = 0.005
 """Relative noise of one step, assumed when the prior meets the first steps: small, so that the steps win at once."""
 
+KNOWN_SHARE = 0.2
+"""Standard error, as a share of the prediction, from which on a step of another kind than those seen is predicted."""
+
+SHOWN_MIN = 3
+"""Steps of that kind that must have been seen: one tells nothing of its own noise."""
+
+NOISE_WORTH = 1.25
+"""Standard deviation of a normal residual over its mean size."""
+
 _PREDICTED_MS_MIN = 1e-3
 _SCALES = (1.0, 1 / 16, 1 / 16_000, 1 / 512)
+_BATCH, _PROMPT = 1, 3
 """Factors that bring (1, running, kv_tokens, prefill_tokens) to the order of 1, for a well conditioned fit."""
 
 _Vector: TypeAlias = list[float]
@@ -176,6 +190,12 @@ class StepModel:
         self._error_share = prior.error_share
         self._drift = DriftDetector()
         self._drifts = prior.drifts
+        self._known = {_BATCH: prior.samples > 0, _PROMPT: prior.samples > 0}
+        """By coefficient: whether what it adds to a step has been seen. Drifts scale it, and do not make it unknown."""
+        self._shown = {_BATCH: 0, _PROMPT: 0}
+        """Steps that showed something of it: of several sequences, with a prompt."""
+        self._kv_seq = 0.0
+        """KV tokens of one sequence, smoothed."""
         self.refused = 0
         """Steps not learned from because a value made no sense."""
 
@@ -188,7 +208,8 @@ class StepModel:
         """Current fit, all coefficients >= 0, with the number of steps seen and the smoothed error."""
         t, s = self._served, _SCALES
         scaled = t[0], t[1] * s[1], t[2] * s[2] * 1000, t[3] * s[3]
-        return StepCoefficients(*scaled, self._steps, self._error_share, self._drifts)
+        known = self._known
+        return StepCoefficients(*scaled, self._steps, self._error_share, self._drifts, known[_BATCH], known[_PROMPT])
 
     def observe(self, running: float, kv_tokens: float, prefill_tokens: float, step_ms: float) -> None:
         """Learn from one step of ``step_ms``; 7 to 14 us of CPU (``python -m tests.bench.bench_router``)."""
@@ -206,6 +227,23 @@ class StepModel:
         self._learn(z, step_ms * unit, weight)
         self._steps += 1
         self._seen += 1
+        if not all(self._known.values()):
+            self._get_to_know(running, kv_tokens, prefill_tokens)
+
+    def _get_to_know(self, running: float, kv_tokens: float, prefill_tokens: float) -> None:
+        """Whether a step of unit size (:data:`_SCALES`) in one more feature is predicted from what was seen."""
+        if running > 0:
+            self._kv_seq += ERROR_SMOOTHING * (kv_tokens / running - self._kv_seq)
+        self._shown[_BATCH] += running > 1
+        self._shown[_PROMPT] += prefill_tokens > 0
+        batch = [1.0, 1.0, self._kv_seq / _SCALES[_BATCH] * _SCALES[2], 0.0]
+        for i, z in ((_BATCH, batch), (_PROMPT, [1.0, 0.0, 0.0, 1.0])):
+            if self._shown[i] >= SHOWN_MIN and not self._known[i]:
+                noise = max(PRIOR_NOISE, NOISE_WORTH * (self._error_share or 0.0))
+                by_row = [sum(c * x for c, x in zip(row, z, strict=True)) for row in self._covariance]
+                variance = sum(u * x for u, x in zip(by_row, z, strict=True))
+                predicted = sum(t * x for t, x in zip(self._served, z, strict=True))
+                self._known[i] = variance >= 0 and math.sqrt(variance) * noise <= KNOWN_SHARE * predicted
 
     def _begin_anew(self, change: Change) -> None:
         """The engine, or one kind of its steps, has changed: what was learned, scaled, is the prior of the new one."""

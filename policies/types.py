@@ -158,6 +158,10 @@ class StepCoefficients:
     """Smoothed mean absolute relative error of the last predictions, 0.02 is 2 %."""
     drifts: int = 0
     """Times the engine was found to have changed its speed for good since its start."""
+    batch_known: bool = True
+    """Steps of unlike batches were seen: what a larger one takes is learned, and not the guess of the prior."""
+    prompts_known: bool = True
+    """The same for prompts in a step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from policies.batching.load import FADING_QUICK, REQUESTS_QUICK, LoadMeter, Offe
 from policies.batching.memory import CHANGED_SHARE, PROVEN_TICKS, Classes, Good, KnownGood, sizes_of
 from policies.batching.outcome import ITL_SHARE_MAX, Outcome
 from policies.batching.pace import Pace, keep_up
+from policies.batching.reach import Reach, within_reach
 from policies.batching.recent import Recent
 from policies.batching.solve import BatchPoint, full_step_ms, solve, solve_gaps, step_tokens_floor, trusted
 from policies.config import BatchingConfig, ObjectivesConfig
@@ -168,6 +169,7 @@ class BatchTuner:
             self._drifts, self._outcome.itl_share = model.drifts, ITL_SHARE_MAX
             self._pace.forget()
         point = self._recent.point(model)
+        prompts = point.prefill_tps > 0
         self._prefill_tps = max(point.prefill_tps, self._prefill_tps * KEEP_UP_FADING)
         point.prefill_tps = self._prefill_tps
         braked = self._recent.preempted(self._judged_from_ns)
@@ -180,9 +182,14 @@ class BatchTuner:
         point.itl_share = self._outcome.aim(model)
         offered = self._meter.offered(latest.waiting, demand)
         lately = self._quick.offered(latest.waiting, demand)
+        waiting = latest.waiting + (demand.waiting if demand is not None else 0.0)
+        held = self._brake.seqs is not None
+        reach = Reach(max(point.running, _most(self._meter.running)), waiting, prompts, held, self._tokens_min(point))
         if lately is not None and not braked and not corrected and (again := self._recall(point, lately)):
-            return self._become(again, point, now_ns)
-        return self._move(point, self._solve(point, offered, corrected), braked, corrected, now_ns)
+            again = within_reach(self.wish, again, point, reach)
+            if again != self.wish:
+                return self._become(again, point, now_ns)
+        return self._move(point, self._solve(point, offered, corrected), reach, braked, corrected, now_ns)
 
     def _judge(self, point: BatchPoint, now_ns: int) -> bool:
         """Measured gaps against the objective; true when the budget must shrink below the model's value."""
@@ -219,7 +226,7 @@ class BatchTuner:
         if judge.worth(good.knobs) < judge.worth(wish):
             return None
         step_ms = full_step_ms(point, good.knobs.step_tokens_max)
-        floor = step_tokens_floor(point.running, point.step_tokens_hard, self._config)
+        floor = self._tokens_min(point)
         if abs(step_ms / good.step_ms - 1) > CHANGED_SHARE or good.knobs.step_tokens_max < floor:
             return None
         self._outcome.itl_share = good.itl_share
@@ -271,8 +278,7 @@ class BatchTuner:
 
         And with room for what the law does not know: the later part of a long prompt takes longer than its first.
         """
-        mean = self._meter.running
-        running = max(1, math.ceil(mean + MANY * math.sqrt(mean)))
+        running = max(1, math.ceil(_most(self._meter.running)))
         return BatchPoint(
             model=point.model,
             running=running,
@@ -285,7 +291,9 @@ class BatchTuner:
             prefill_tps=point.prefill_tps,
         )
 
-    def _move(self, point: BatchPoint, solution: _Solution, braked: bool, corrected: bool, now_ns: int) -> BatchMove:
+    def _move(
+        self, point: BatchPoint, solution: _Solution, reach: Reach, braked: bool, corrected: bool, now_ns: int
+    ) -> BatchMove:
         before, choice = self.wish, solution.choice
         chosen = None
         if choice is not None and choice.stands is not None and not self._pace.calm:
@@ -294,6 +302,7 @@ class BatchTuner:
                 return self._hold("Steady", "the last wish still fits")
         after, solved = self._next(point, solution, braked, chosen)
         self._pace.remember(solved)
+        after = within_reach(before, after, point, reach)
         if after == before:
             return self._hold("Steady", "the last wish still fits")
         reason, predicted = solution.reason, dict(solution.predicted)
@@ -312,7 +321,10 @@ class BatchTuner:
     def _holds(self, point: BatchPoint) -> bool:
         """The budget that stands lets those that run decode and a prompt progress."""
         tokens = self.wish.step_tokens_max
-        return tokens is not None and tokens >= step_tokens_floor(point.running, point.step_tokens_hard, self._config)
+        return tokens is not None and tokens >= self._tokens_min(point)
+
+    def _tokens_min(self, point: BatchPoint) -> int:
+        return step_tokens_floor(point.running, point.step_tokens_hard, self._config)
 
     def _next(self, point: BatchPoint, solution: _Solution, braked: bool, chosen: bool | None) -> tuple[Knobs, Knobs]:
         """The next wish, and the solution under the brake; ``chosen``: whether both knobs are set as chosen.
@@ -338,7 +350,7 @@ class BatchTuner:
                 tokens_max = keep_up(wish.step_tokens_max, solved.step_tokens_max or tokens_max)
         if braked and solved.running_seqs_max is not None:
             seqs_max = min(seqs_max, solved.running_seqs_max)
-        floor = step_tokens_floor(point.running, point.step_tokens_hard, self._config)
+        floor = self._tokens_min(point)
         if tokens_max < floor:
             tokens_max = max(floor, solved.step_tokens_max or floor)
         return Knobs(running_seqs_max=seqs_max, step_tokens_max=tokens_max), solved
@@ -370,6 +382,11 @@ class BatchTuner:
             "itl_share": point.itl_share,
             "brake_seqs": self._brake.seqs,
         }
+
+
+def _most(mean: float) -> float:
+    """Sequences at once but for few moments, where ``mean`` run on average."""
+    return mean + MANY * math.sqrt(mean)
 
 
 def _inputs(point: BatchPoint, offered: Offered | None, corrected: bool, wish: Knobs, running: float) -> _Inputs:

@@ -235,6 +235,11 @@ class FleetModel:
         """Slow engines that nobody replaces."""
         return [r for r in self.slow if r not in self.replaced]
 
+    @property
+    def work_s(self) -> float | None:
+        """Seconds the middle engine works for one request, whatever else it runs; ``None``: nobody can tell."""
+        return self._middle.work_s if self._middle is not None else None
+
     def reconfigure(self, objectives: ObjectivesConfig) -> None:
         """Predict for other objectives from now on."""
         self._objectives = objectives

@@ -13,7 +13,7 @@ Four rules, in this order:
        up     when need is above the target for BUY_SHARE of a cold start (at least scaling.up_ticks; warm replicas are
               woken after those alone); a tick that needs
               no more takes back one that did while promises are broken, else the time starts anew
-       down   when need, with DOWN_MARGIN more load, was below the target for DOWN_S, and no promise is being broken
+       down   when need, with a margin for chance, was below the target for DOWN_S, and no promise is being broken
 
    What is seen counts beside what is predicted: where gates refuse more than the quantile allows, the fleet is too
    small by that share; where promises are broken and the scaler, which counts queues, wants more, by one.
@@ -21,7 +21,8 @@ Four rules, in this order:
    A load that has lasted for a time ``t`` lasts that long again with odds of one to one where nothing else is known
    (Gott, Nature 363, 1993), so a replica bought at once for a burst arrives after it; until then the cheaper levers
    decide who is served in time. Where it is not the load that rose but a device that became slow, nothing is gained by
-   waiting. Going down waits longer each time it proved wrong.
+   waiting. Going down waits longer each time it proved wrong. A change of direction is bought by a change of the load,
+   not by chance (:mod:`policies.control.chance`); what is seen is never chance.
 
 The scaler's advice (``autoscaling/``) is the answer where nothing can be predicted, and always an alternative. Its
 ignorance is respected: nothing falls while it holds for want of sight.
@@ -37,6 +38,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from policies.config import PolicyConfig
+from policies.control.chance import Chance
 from policies.control.fleet_model import FleetModel, Outlook
 from policies.control.levers import TARGET, LeverView
 from policies.control.moves import Move, Value, Wishes
@@ -57,12 +59,9 @@ COLD_START_MS = 60_000.0
 STARTS_COUNTED = 9
 """Ended starts that the expected one is taken from."""
 
-DOWN_S = 20.0
+DOWN_S = 60.0
 """Time for which fewer replicas must have been enough, if ``scaling.down_window_s`` is not shorter; doubled up to that
 each time going down proved wrong."""
-
-DOWN_MARGIN = 1.1
-"""Load that the remaining replicas must carry, as a multiple of the present one."""
 
 REGRET_S = 180.0
 """Going up within this time after going down says that going down was wrong."""
@@ -122,6 +121,7 @@ class ReplicaCount:
         self._down_s = min(DOWN_S, config.scaling.down_window_s)
         self._down_s_max = max(self._down_s, config.scaling.down_window_s)
         self._told_ns: int | None = None
+        self._chance = Chance()
         self._running: int | None = None
         self._arrived_ns = 0
         """When the number of replicas that run last changed."""
@@ -142,9 +142,9 @@ class ReplicaCount:
             self._short_since_ns = None
             return Count(advice.replicas, advice.reason)
         adopted = any(stage.code == "Adopted" for stage in advice.stages)
-        need = model.least(low, high) if target is not None and not signals.blind else None
-        margin = model.load.times(DOWN_MARGIN) if model.load is not None else None
-        enough = model.least(low, high, margin) if need is not None else None
+        need = enough = None
+        if target is not None and not signals.blind:
+            need, enough = self._chance.needs(model, low, high, now_ns)
         if need is not None and target is not None:
             predicted, need = need, min(high, max(need, self._felt(view, target, advice, now_ns)))
             self._felt_more = need > max(predicted, target)
@@ -192,6 +192,7 @@ class ReplicaCount:
 
     def moved(self, before: int, after: int, now_ns: int) -> None:
         """Told that the number changed."""
+        self._chance.moved(before, after)
         self._changed_ns = now_ns
         self._short_since_ns = None
         if after < before:

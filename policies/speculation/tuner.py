@@ -10,7 +10,8 @@ the engine's own affair (``explorer.py``) and within bounds. Here the depth that
              deeper at once     a gain above CLEAR_RAISE_GAIN, measured
              deeper             a gain above RAISE_GAIN for PATIENCE_TICKS
 
-Small gains need more than one block of steps to be believed, and do not raise a depth that was lowered at the same
+Deeper drafts count by what they bring for certain: less the standard error of what was accepted. Small gains need more
+than one block of steps to be believed, and do not raise a depth that was lowered at the same
 batch size within :data:`REST_NS`: going back and forth between near equals gains nothing. Where drafts bring a clear
 gain and the deepest were not measured just now, the deepest are asked for: what is asked for is measured within a
 second, and too deep is left at once.
@@ -91,8 +92,6 @@ class SpeculationTuner:
         self._seen_seq = -1
         self._hard: int | None = None
         self._drifts = 0
-        self._model: StepCoefficients | None = None
-        """Of the last report in which it was trusted."""
         self._batch_max = 1
         self._lowered_ns: dict[int, int] = {}
         """When the depth was lowered last, by class of batch sizes."""
@@ -114,7 +113,7 @@ class SpeculationTuner:
             self.wish = None
             return self._hold("NoSpeculation", "the engine does not speculate")
         model = _trusted(latest.step_model)
-        self._notice(latest, latest.speculative_depth_hard, model)
+        self._notice(latest, latest.speculative_depth_hard)
         self._learn(window, model, now_ns)
         batch, doublings = self._batch(window, latest)
         if batch == 0:
@@ -123,7 +122,7 @@ class SpeculationTuner:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _notice(self, latest: ReplicaReport, hard: int, model: StepCoefficients | None) -> None:
+    def _notice(self, latest: ReplicaReport, hard: int) -> None:
         """Begin with the depth an engine already follows; doubt or forget what was known of another one."""
         drifts = latest.step_model.drifts if latest.step_model is not None else self._drifts
         if hard != self._hard or latest.seq < self._seen_seq:
@@ -133,10 +132,9 @@ class SpeculationTuner:
             self._book.clear()
             self._lowered_ns.clear()
         elif drifts != self._drifts:
-            self._book.doubt(self._model, model)
+            self._book.doubt()
             self._lowered_ns.clear()
         self._drifts = drifts
-        self._model = model or self._model
         if self.wish is None:
             depth = latest.knobs.speculative_depth
             self.wish = hard if depth is None else max(0, min(depth, hard))
@@ -146,8 +144,7 @@ class SpeculationTuner:
             report = sampled.value
             if report.seq > self._seen_seq:
                 self._seen_seq = report.seq
-                for use in report.depth_use:
-                    self._book.add(use, _kv_per_seq(report), model, now_ns)
+                self._book.add(report.depth_use, _kv_per_seq(report), model, now_ns)
 
     def _batch(self, window: Sequence[Sampled[ReplicaReport]], latest: ReplicaReport) -> tuple[int, int]:
         """Largest batch of the window, and how many doublings its class is above the one decided on last."""
@@ -171,8 +168,9 @@ class SpeculationTuner:
         present = found.get(self.wish)
         if present is None or len(found) < 2:
             return self._unknown(batch, doublings)
-        best = max(found, key=lambda d: (found[d].per_ms, d == self.wish, -d))
-        gain = found[best].per_ms / present.per_ms if present.per_ms > 0 else CLEAR_RAISE_GAIN
+        worth = {d: g.per_ms * (1 - g.doubt if d > self.wish else 1) for d, g in found.items()}
+        best = max(found, key=lambda d: (worth[d], d == self.wish, -d))
+        gain = worth[best] / present.per_ms if present.per_ms > 0 else CLEAR_RAISE_GAIN
         grew = doublings > 0
         if not self._is_due(best, gain, grew, found[best].blocks, now_ns):
             return self._hold("Steady", f"depth {self.wish} stands: nothing else is clearly better")

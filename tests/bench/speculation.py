@@ -1,14 +1,16 @@
 """Speculative decoding whose depth moves by itself, beside the same engine held at depth 0 by hand. Real vLLM, batch 1.
 
-One engine with n-gram drafts, steered by the product's control loop (``tests/engine/steered.py``). Rounds alternate
-between an override of depth 0 and no override, on two texts:
+One engine with n-gram drafts, steered by the product's control loop (``tests/engine/steered.py``). Rounds compare an
+override of depth 0 with no override on two texts; parts of a round follow each other at once, and their order turns,
+because the pace of a machine wanders by more than the bar within a minute:
 
 * repetitive: the prompt is one sentence over and over, decoded at temperature 0; nearly every draft comes true;
 * undraftable: stories at temperature 1.2. One token is enough for a match (``prompt_lookup_min: 1``), so drafts are
   made in nearly every step and hardly any comes true: the worst case.
 
 After an override is taken back, the depth has time to move before the round is measured (it is what is measured in
-production: texts do not change every few seconds). Bars: repetitive text at least :data:`GAIN_MIN` times the tokens per
+production: texts do not change every few seconds). What each depth brought and cost in the parts that moved is printed
+from the engine's own counts. Bars: repetitive text at least :data:`GAIN_MIN` times the tokens per
 second of depth 0, undraftable at least :data:`KEPT_MIN`, and the depth goes up and down by itself.
 """
 
@@ -16,9 +18,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
 import time
 from dataclasses import dataclass, field
+from operator import add
 
 import httpx
 
@@ -27,7 +31,7 @@ from tests.engine.steered import Steered, steered
 
 GAIN_MIN, KEPT_MIN = 2.5, 0.97
 HARD = 16
-MOVE_S_MAX = 90.0
+MOVE_S_MAX, SETTLE_S = 90.0, 4.0
 SENTENCE = "The tide rises, the tide falls, the gate opens, the gate closes. "
 STORY = "<|im_start|>user\nWrite a story about {} and {}. Never repeat a word.<|im_end|>\n<|im_start|>assistant\n"
 THINGS = ("a sailor", "a whale", "the moon", "a clock", "two brothers", "an old map", "a thief", "the north wind")
@@ -42,9 +46,15 @@ class Text:
     tokens: int
     depth: int
     """Where the depth should come to."""
+    turns: str
+    """Parts of a round in their order: h(eld) and m(oved); the next round takes them backwards."""
+    rounds_share: float = 1.0
+    """Of the rounds asked for: where the bar is far away, fewer say enough."""
     held: list[float] = field(default_factory=list)
     moved: list[float] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    uses: dict[int, list[float]] = field(default_factory=dict)
+    """By depth, in the parts that moved: steps, tokens, drafted, ms."""
 
     def prompt(self, n: int) -> str:
         """The ``n``-th prompt; no two are alike."""
@@ -69,21 +79,40 @@ class Run:
         seen = await self._engine.stream(self._client, prompt, tokens or text.tokens, text.temperature)
         return seen.decode_tps
 
-    async def held(self, text: Text) -> None:
-        """One round at depth 0."""
-        await self._engine.call("pin", 0)
-        await self._until_held()
-        text.held.append(await self.stream(text))
+    async def round(self, text: Text, number: int) -> None:
+        """One round: the mean speed of held and moved parts, and the depth after each that moved."""
+        spent: dict[str, list[float]] = {"h": [], "m": []}
+        for part in text.turns[:: -1 if number % 2 else 1]:
+            if part == "h":
+                await self._engine.call("pin", 0)
+                await self._until_held()
+                spent[part].append(1 / await self.stream(text))
+                continue
+            await self._engine.call("pin", None)
+            await self.move(text, SETTLE_S)
+            after_seq = await self._last_seq()
+            spent[part].append(1 / await self.stream(text))
+            text.depths.append(await self._engine.call("depth"))
+            await self._count(text, after_seq)
+        text.held.append(len(spent["h"]) / sum(spent["h"]))
+        text.moved.append(len(spent["m"]) / sum(spent["m"]))
 
-    async def moved(self, text: Text) -> None:
-        """One round at whatever depth comes."""
-        await self._engine.call("pin", None)
-        await self.move(text)
-        text.moved.append(await self.stream(text))
-        text.depths.append(await self._engine.call("depth"))
+    async def _last_seq(self) -> int:
+        reports = await self._engine.call("reports", 0)
+        return reports[-1].seq if reports else 0
 
-    async def move(self, text: Text) -> tuple[float, list[int]]:
-        """Decode ``text`` until the depth has followed it; the seconds that took, and the depths on the way."""
+    async def _count(self, text: Text, after_seq: int) -> None:
+        for report in await self._engine.call("reports", after_seq):
+            for use in report.depth_use:
+                of_depth = text.uses.setdefault(use.depth, [0.0] * 4)
+                of_depth[:] = map(add, of_depth, (use.steps, use.tokens, use.drafted, use.busy_ms))
+
+    async def move(self, text: Text, seconds_min: float = 0.0) -> tuple[float, list[int]]:
+        """Decode ``text`` until the depth has followed it; the seconds that took, and the depths on the way.
+
+        ``seconds_min``: an override that was just taken back is in force for a tick, and what is known of the text is
+        of before it.
+        """
         begun, way = time.perf_counter(), [await self._engine.call("depth")]
         load = asyncio.create_task(self._load(text))
         try:
@@ -91,7 +120,7 @@ class Run:
                 depth = await self._engine.call("depth")
                 if depth != way[-1]:
                     way.append(depth)
-                if depth == text.depth:
+                if depth == text.depth and time.perf_counter() - begun >= seconds_min:
                     break
                 await asyncio.sleep(0.25)
         finally:
@@ -111,15 +140,14 @@ class Run:
 
 async def measure(engine: Steered, rounds: int) -> tuple[list[Text], list[tuple[str, float, list[int]]]]:
     """All rounds, then both moves."""
-    texts = [Text("repetitive", 0.0, 160, HARD), Text("undraftable", 1.2, 96, 0)]
+    texts = [Text("repetitive", 0.0, 160, HARD, "hm", 0.5), Text("undraftable", 1.2, 48, 0, "hmmh")]
     async with engine.client() as client:
         run = Run(engine, client)
         await run.stream(texts[0], 32)
         moves: list[tuple[str, float, list[int]]] = []
         for text in texts:
-            for _ in range(rounds):
-                await run.held(text)
-                await run.moved(text)
+            for number in range(math.ceil(rounds * text.rounds_share)):
+                await run.round(text, number)
             print(f"{text.name}: depth 0 {_shown(text.held)}, moving {_shown(text.moved)} tok/s", flush=True)
         moves += [(text.name, *await run.move(text)) for text in (texts[0], texts[1], texts[0])]
     for line in await engine.call("decisions"):
@@ -133,11 +161,19 @@ def _shown(values: list[float]) -> str:
 
 def report(texts: list[Text], moves: list[tuple[str, float, list[int]]]) -> bool:
     """Print tables and bars; true when none was missed."""
-    rows = [[t.name, h.median(t.held), h.median(t.moved), _ratio(t), " ".join(map(str, t.depths))] for t in texts]
+    rows = [
+        [t.name, len(t.held), h.median(t.held), h.median(t.moved), _ratio(t), " ".join(map(str, t.depths))]
+        for t in texts
+    ]
     h.table(
-        f"Decode speed at batch 1, real vLLM, drafts up to {HARD}: tok/s, medians of {len(texts[0].held)} rounds",
-        ["text", "held at depth 0", "depth moves", "ratio", "depth after each round"],
+        f"Decode speed at batch 1, real vLLM, drafts up to {HARD}: tok/s, medians of rounds",
+        ["text", "rounds", "held at depth 0", "depth moves", "ratio", "depths that were moved to"],
         rows,
+    )
+    h.table(
+        "Decode steps of the parts that moved",
+        ["text", "depth", "steps", "share of time", "tokens a step", "drafted a step", "ms a step"],
+        [row for t in texts for row in _used(t)],
     )
     h.table(
         "The depth follows the text by itself",
@@ -154,6 +190,14 @@ def report(texts: list[Text], moves: list[tuple[str, float, list[int]]]) -> bool
         ),
     ]
     return all(ok)
+
+
+def _used(text: Text) -> list[list[object]]:
+    total_ms = sum(ms for *_, ms in text.uses.values())
+    return [
+        [text.name, depth, int(steps), f"{ms / total_ms:.1%}", tokens / steps, drafted / steps, ms / steps]
+        for depth, (steps, tokens, drafted, ms) in sorted(text.uses.items())
+    ]
 
 
 def _ratio(text: Text) -> float:
@@ -177,7 +221,7 @@ def engine_args(hard: int = HARD) -> dict[str, object]:
 def main() -> int:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=8)
     rounds = parser.parse_args().rounds
     with steered(engine_args()) as engine:
         texts, moves = asyncio.run(measure(engine, rounds))

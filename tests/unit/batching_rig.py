@@ -42,6 +42,7 @@ class Replica:
             report.setdefault("knobs", Knobs(wish.running_seqs_max, wish.step_tokens_max, None))
         values: dict[str, Any] = {"running": 16, "kv_tokens_used": 4_800, "steps": 10, "decode_tokens": 160}
         values.setdefault("itl", histogram(*[60.0] * 20))
+        values["prefill_tokens"] = 1 if report.get("steps", 10) else 0
         sample = Sampled(replica_report(seq=len(self.moves) + 1, **(values | report)), self.now_ns)
         self.window = [*self.window, sample][-12:]
         move = self.tuner.step(self.window, self.now_ns)

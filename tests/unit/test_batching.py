@@ -283,7 +283,7 @@ def test_the_correction_is_bounded_and_one_outcome_is_judged_once() -> None:
 
 def test_one_outcome_shrinks_the_aim_once() -> None:
     r = Replica(replace(CONFIG, step_tokens_min=88, settle_ticks=0))
-    r.second(itl=histogram())
+    r.second(itl=histogram(), prefill_tokens=0)
     r.seconds(2, itl=histogram(*[250.0] * 25))
     aim = r.tuner._outcome.itl_share
     assert aim < 0.8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -38,6 +39,8 @@ class SpeculatingEngine:
     law: StepCoefficients = CPU_STEP
     verify_ms: float = 1.9
     noise: float = 0.0
+    wander: float = 0.0
+    """A busy machine: its pace wanders, by this much in the log, from one few seconds to the next."""
     seed: int = 1
     hard: int = HARD
     share: float = 0.02
@@ -50,6 +53,9 @@ class SpeculatingEngine:
     tokens: int = 0
     explored_ms: float = 0.0
     busy_ms: float = 0.0
+    work_ms: float = 0.0
+    """Busy time at an even pace."""
+    pace_log: float = 0.0
 
     def __post_init__(self) -> None:
         self.explorer = DepthExplorer(self.hard)
@@ -68,7 +74,9 @@ class SpeculatingEngine:
             ran_at, self.next_depth = self.next_depth, self.explorer.choose(depth, bounds, self.batch)
             tokens, drafted = self._step_tokens(ran_at)
             ms = predict_step_ms(self.law, self.batch, self.batch * self.kv_per_seq, 0) + self.verify_ms * drafted
-            ms *= self.speed * (1 + self.noise * self.rng.uniform(-1, 1))
+            self.work_ms += ms
+            self.pace_log += 0.03 * (self.rng.gauss(0, 1) * self.wander * 4 - self.pace_log)
+            ms *= self.speed * math.exp(self.pace_log) * (1 + self.noise * self.rng.uniform(-1, 1))
             self.explorer.ran(ran_at, self.batch, tokens, ms)
             use = uses.setdefault((ran_at, batch_class(self.batch)), [0, 0, 0, 0.0, 0])
             for i, value in enumerate((1, self.batch, tokens, ms, drafted)):

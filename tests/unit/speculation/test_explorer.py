@@ -5,7 +5,7 @@ import pytest
 from policies.config import PolicyConfig
 from policies.config_guard import GuardConfig, KnobGuard, SpeculationConfig
 from policies.speculation import NO_EXPLORATION, Bounds, DepthExplorer, exploration
-from policies.speculation.explorer import BURST_STEPS, CREDIT_BLOCKS
+from policies.speculation.explorer import BURST_STEPS, CREDIT_STEPS, QUIET_MAX
 from policies.steering import ANY, Knob, Override
 from policies.types import Knobs, Mode, Plan
 
@@ -30,8 +30,43 @@ def test_steps_at_other_depths_stay_within_the_share(asked: int) -> None:
     steps = 50_000
     ran = run(DepthExplorer(4), steps, asked)
     others = sum(depth != asked for depth in ran)
-    begun_with = CREDIT_BLOCKS * BOUNDS.steps
-    assert 0.015 * steps < others <= 0.02 * steps + begun_with + BURST_STEPS
+    assert 0.004 * steps < others <= 0.02 * steps + CREDIT_STEPS + BOUNDS.steps
+
+
+def test_where_nothing_is_accepted_trials_become_rare() -> None:
+    steps = 50_000
+    others = sum(depth != 0 for depth in run(DepthExplorer(4), steps, 0))
+    assert others <= 0.02 / 2**QUIET_MAX * steps + CREDIT_STEPS + 4 * BURST_STEPS
+
+
+def test_a_trial_in_a_quick_moment_is_no_promise() -> None:
+    explorer, ran = DepthExplorer(4), []
+    for _ in range(5_000):
+        depth = explorer.choose(0, BOUNDS, 1)
+        explorer.ran(depth, 1, 1, STEP_MS / 3 if depth else STEP_MS)
+        ran.append(depth)
+    lengths = {len(burst) for burst in "".join(str(d) if d else " " for d in ran[100:]).split()}
+    assert lengths == {BURST_STEPS}
+
+
+def test_a_trial_that_pays_for_itself_costs_no_credit() -> None:
+    explorer = DepthExplorer(4)
+    run(explorer, 1_000, 0)
+    others = [sum(depth != 0 for depth in run(explorer, 1_000, 0, goodput={1: 2, 2: 3, 4: 5})) for _ in range(10)]
+    assert min(others) > 2 * 0.02 * 1_000, "more than the share, for nothing is lost"
+
+
+def test_trials_come_one_by_one() -> None:
+    explorer = DepthExplorer(4)
+    run(explorer, 1_000, 0)
+    run(explorer, 5_000, 0, NO_EXPLORATION)
+    ran = run(explorer, 100, 0)
+    assert sum(depth != 0 for depth in ran) <= CREDIT_STEPS + BURST_STEPS
+
+
+def test_depth_0_is_measured_first() -> None:
+    ran = run(DepthExplorer(4), 200, 4, goodput={4: 4})
+    assert [depth for depth in ran if depth != 4][:BURST_STEPS] == [0] * BURST_STEPS
 
 
 def test_every_depth_is_tried() -> None:
@@ -49,10 +84,9 @@ def test_the_deepest_that_may_be_tried_is_bounded() -> None:
 def test_a_burst_that_brings_much_more_goes_on_to_a_whole_block() -> None:
     explorer = DepthExplorer(4)
     run(explorer, 5_000, 0)
-    ran = run(explorer, 600, 0, goodput={4: 4})
+    ran = run(explorer, 2_000, 0, goodput={4: 4})
     lengths = [len(burst) for burst in "".join("x" if d == 4 else " " for d in ran).split()]
     assert max(lengths) == BOUNDS.steps
-    assert set(lengths) <= {BURST_STEPS, BOUNDS.steps}
 
 
 def test_a_burst_ends_when_its_depth_is_asked_for_or_the_batch_grows() -> None:

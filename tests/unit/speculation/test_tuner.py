@@ -8,6 +8,7 @@ import pytest
 from policies.config_guard import SpeculationConfig
 from policies.measures import DepthUse
 from policies.speculation import SpeculationTuner
+from policies.step_model import predict_step_ms
 from policies.types import ReplicaReport, Sampled, StepCoefficients
 from tests.unit.speculation.engine import (
     HARD,
@@ -58,6 +59,30 @@ def test_text_that_cannot_be_drafted_loses_at_most_three_percent(text: Text, see
     steered = Steered(SpeculatingEngine(text=text, seed=seed))
     steered.seconds(30)
     assert tps(steered, 300) >= 0.97 * fixed_tps(0, text)
+
+
+@pytest.mark.parametrize("text", [MISLEADING, Text(1.0, 0.12)])
+@pytest.mark.parametrize("seed", range(6))
+def test_on_a_machine_whose_pace_wanders_nothing_is_lost_either(text: Text, seed: int) -> None:
+    steered = Steered(SpeculatingEngine(text=text, seed=seed, wander=0.5, noise=0.2, hard=16, verify_ms=3.0))
+    steered.seconds(60)
+    assert steered.tuner.wish == 0
+    engine, tokens, work_ms = steered.engine, steered.engine.tokens, steered.engine.work_ms
+    assert not [m for m in steered.seconds(300) if m.changed]
+    plain_ms = predict_step_ms(engine.law, 1, engine.kv_per_seq, 0)
+    assert (engine.tokens - tokens) * plain_ms >= 0.97 * (engine.work_ms - work_ms)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_on_such_a_machine_the_depth_still_follows_the_text(seed: int) -> None:
+    steered = Steered(SpeculatingEngine(text=MISLEADING, seed=seed, wander=0.5, noise=0.2, hard=16, verify_ms=3.0))
+    steered.seconds(60)
+    steered.engine.text = REPETITIVE
+    steered.seconds(60)
+    assert steered.tuner.wish == 16
+    steered.engine.text = MISLEADING
+    steered.seconds(40)
+    assert steered.tuner.wish == 0
 
 
 def test_the_deepest_drafts_are_not_judged_by_what_they_were_on_another_text() -> None:
