@@ -31,7 +31,7 @@ from deployments.resume_plan import CHAT_PATH, COMPLETIONS_PATH, splice
 from deployments.upstream import UpstreamBrokenError
 from policies.events import Event, RefusalKind, ReplicaRefused, ResponseStarted, Usage
 from policies.objectives import objectives_for
-from policies.split import SplitChoice, SplitCode, decide, decode_first, handed_over, without_prompt
+from policies.split import SplitChoice, SplitCode, begun, decide, decode_first, handed_over, without_prompt
 from policies.types import ReplicaId, RouteChoice
 
 if TYPE_CHECKING:
@@ -80,10 +80,14 @@ class Handoff:
         if not suits(fields, self._inbound.endpoint):
             self._note(SplitCode.UNSUITED)
             return split.choice
+        there_ms = choice.predicted_ttft_ms.get(split.prefill_id)
+        if core.policies.flow_context.admission.too_late(request, there_ms, now_ns()) is not None:
+            self._note(SplitCode.BUSY)  # whole, the flow says whether it may still be served
+            return split.choice
         failed = await self._compute(split, split.prefill_id, fields)
         if failed is not None:
             self._note(failed)
-            return decode_first(await core.route(request, frozenset({split.prefill_id})), prefill)
+            return begun(decode_first(await core.route(request, frozenset({split.prefill_id})), prefill))
         self._note(SplitCode.SPLIT)
         return handed_over(await core.route(without_prompt(request), exclude), prefill, request)
 

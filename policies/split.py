@@ -138,4 +138,9 @@ def handed_over(choice: RouteChoice, prefill: Collection[ReplicaId], request: Re
         return ordered
     text = f"prompt computed elsewhere; {choice.reason.text}"
     hits = dict.fromkeys(ordered.predicted_ttft_ms, request.prompt_tokens)
-    return replace(ordered, reason=Reason("handed_over", text), predicted_hit_tokens=hits)
+    return begun(replace(ordered, reason=Reason("handed_over", text), predicted_hit_tokens=hits))
+
+
+def begun(choice: RouteChoice) -> RouteChoice:
+    """The same without forecasts: nobody is refused for being late once work on the prompt has begun."""
+    return replace(choice, predicted_ttft_ms={})

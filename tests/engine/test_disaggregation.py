@@ -20,6 +20,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
+SHORT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+SLOW = {"prefill_timeout_ms": 170_000.0, "pull_timeout_ms": 170_000.0}
+"""Nothing ends because the machine is busy."""
 
 
 Door: TypeAlias = tuple[str, dict[str, str]]
@@ -57,14 +60,14 @@ def fleet(model_folder: str) -> Iterator[Any]:
         "model": {
             "name": MODEL_NAME,
             "source": model_folder,
-            "stuck_after_s": 120.0,
+            "stuck_after_s": 180.0,
             "engine_args": {"dtype": "float32", "max_model_len": 2_048, "max_num_seqs": 16},
         },
         "auth": "none",
         "objectives": {"ttft_ms": 60_000.0, "itl_ms": 10_000.0},
         "admission": {"no_replica_wait_ms": 120_000.0},
         "scaling": {"replicas_min": 2, "replicas_max": 2},
-        "disaggregation": {"enabled": True, "uncached_tokens_min": 128, "adaptive": False},
+        "disaggregation": {"enabled": True, "uncached_tokens_min": 128, "adaptive": False} | SLOW,
     }
     try:
         start_cluster(port, ENV)
@@ -96,10 +99,20 @@ def whole(door: Door, **fields: Any) -> str:
     return text_of(post(door, json.dumps(fields | {"stream": False}).encode()))
 
 
-def running_at(door: Door) -> float:
-    """Requests in a replica's engine."""
-    page = loopback.get(f"{door[0]}/metrics", headers=door[1], timeout=30).text
-    return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith("vllm:num_requests_running"))
+def counted(url: str, name: str, headers: dict[str, str] | None = None) -> float:
+    """Sum of a counter at ``url``."""
+    page = loopback.get(f"{url}/metrics", headers=headers, timeout=30).text
+    return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
+
+
+def by_role(fleet: Any) -> tuple[Door, Door]:
+    """The replica that prefills and the one that decodes: a short prompt goes to the latter."""
+    doors = fleet.doors()
+    before = [counted(url, "vllm:prompt_tokens_total", headers) for url, headers in doors]
+    ask(fleet, **SHORT)
+    after = [counted(url, "vllm:prompt_tokens_total", headers) for url, headers in doors]
+    (decode,) = (i for i in range(2) if after[i] > before[i])
+    return doors[1 - decode], doors[decode]
 
 
 def kill(door: Door) -> None:
@@ -122,24 +135,23 @@ def test_prompt_and_answer_at_two_replicas_give_the_text_of_one(fleet: Any) -> N
         assert record["prefill_replica"] == prefill != decode
         assert record["ends"] == ["prefill", "ok"]
         assert [whole(door, **asked) for door in fleet.doors()] == [text, text]
-    short = body("short") | {"messages": [{"role": "user", "content": "Hi"}]}
-    assert ask(fleet, **short)[1]["disaggregation"] == "short_prompt"
+    assert ask(fleet, **SHORT)[1]["disaggregation"] == "short_prompt"
 
 
 def test_a_prefill_replica_killed_in_the_middle_costs_no_request(fleet: Any) -> None:
     from tests.serve.gateway.conftest import until
 
     asked, held = body("killed", items=180, stream=True), body("held")
-    doors = fleet.doors()
-    blocks = [params_of(post(door, leg_body(held, None)).content) for door in doors]
-    assert all(blocks)
+    prefill, decode = by_role(fleet)
+    blocks = params_of(post(prefill, leg_body(held, None)).content)
+    assert blocks is not None
+    sent = counted(fleet.url, "tidegate_routed_total")
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(ask, fleet, **asked)
-        at = until(lambda: next((i for i, door in enumerate(doors) if running_at(door)), -1) + 1, "a running prompt")
-        kill(doors[at - 1])
+        until(lambda: counted(fleet.url, "tidegate_routed_total") > sent, "the prompt is sent to be computed")
+        kill(prefill)
         text, record = running.result(timeout=300)
     assert (record["outcome"], record["disaggregation"]) == ("succeeded", "prefill_failed"), record
-    left = doors[2 - at]
-    assert text == whole(left, **asked)
-    late = whole(left, **held, kv_transfer_params=blocks[at - 1])
-    assert late == whole(left, **held), "an engine that cannot pull computes the prompt itself"
+    assert text == whole(decode, **asked)
+    late = whole(decode, **held, kv_transfer_params=blocks)
+    assert late == whole(decode, **held), "an engine that cannot pull computes the prompt itself"

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from deployments.clock import now_ns
 from deployments.core import GatewayCore
 from deployments.endpoints import RELAYED
-from deployments.handoff import PARAMS, leg_body, params_of, suits
+from deployments.handoff import PARAMS, Handoff, leg_body, params_of, suits
 from policies.split import SplitCode
-from tests.unit.gateway_bench import CHAT, Client, a_call, a_core, nothing_held, sample, tell
+from tests.unit.gateway_bench import CHAT, Client, a_call, a_core, an_inbound, nothing_held, sample, tell
 from tests.unit.test_relay import Server, server
 
 BLOCKS = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "e"}
@@ -50,6 +51,7 @@ class Engine:
     pulls: bytes | None = b""
     """To a request with blocks to pull; empty: an answer, ``None``: nothing, ever."""
     cached: int = 100
+    pause_s: float = 0.0
 
     async def script(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         params = self.bodies[-1].get(PARAMS) or {}
@@ -58,6 +60,7 @@ class Engine:
             reply = self.leg
         elif params:
             reply = self.pulls
+        await asyncio.sleep(self.pause_s)
         if reply is None:
             await reader.read()
             raise ConnectionError
@@ -85,9 +88,10 @@ class Pair:
 
 
 @asynccontextmanager
-async def a_pair(**split: Any) -> AsyncIterator[Pair]:
+async def a_pair(objectives: dict[str, float] | None = None, **split: Any) -> AsyncIterator[Pair]:
     async with server(None) as one, server(None) as two:  # type: ignore[arg-type]  # set below
-        core = a_core(disaggregation=SPLIT | split, gateway={"connect_timeout_ms": 500.0})
+        gateway = {"connect_timeout_ms": 500.0}
+        core = a_core(disaggregation=SPLIT | split, gateway=gateway, objectives=objectives or {})
         core.resumable = False
         engines = {"a": Engine("a", one), "b": Engine("b", two)}
         for engine in engines.values():
@@ -151,6 +155,24 @@ async def test_whatever_the_prefill_replica_does_the_request_is_answered(leg: by
         assert record["prefill_replica"] is None
         assert [body[PARAMS] for body in pair.decode.bodies] == [None]
         assert counted(pair.core, code)
+
+
+async def test_a_prompt_that_took_long_is_not_refused_for_it() -> None:
+    async with a_pair(objectives={"ttft_ms": 200.0}, prefill_timeout_ms=5_000.0) as pair:
+        pair.prefill.pause_s = 0.4
+        client, record = await pair.ask()
+        assert client.complete
+        assert record["disaggregation"] == "split"
+
+
+async def test_a_prompt_that_would_be_late_is_not_begun() -> None:
+    async with a_pair(objectives={"ttft_ms": 200.0}) as pair:
+        inbound = an_inbound(pair.core, messages=PROMPT, stream=True)
+        pair.core.policies.flow_context.admission.arrive(inbound.request, now_ns())
+        await asyncio.sleep(0.3)
+        choice = await Handoff(pair.core, inbound).route(frozenset())
+        assert (choice.order[0], inbound.record.split_code) == (pair.decode.name, "prefill_busy")
+        assert pair.prefill.bodies == []
 
 
 async def test_a_prefill_replica_that_is_gone_costs_nothing() -> None:

@@ -95,7 +95,8 @@ def test_what_is_handed_over_is_nothing_to_compute() -> None:
     over = handed_over(choice(p=1, a=3, b=2), PREFILL, request())
     assert over.order == ["b", "a", "p"]
     assert over.reason.code == "handed_over"
-    assert set(over.predicted_hit_tokens.values()) == {1_000}
+    assert over.predicted_hit_tokens == dict.fromkeys("abp", 1_000)
+    assert over.predicted_ttft_ms == {}, "what has begun is not refused for being late"
     empty = RouteChoice((), Reason("none_available", ""), {}, {})
     assert handed_over(empty, PREFILL, request()) is empty
 
