@@ -256,9 +256,10 @@ class Controller:
         asks = advice.inputs.get("ask_up", advice.replicas) if advice is not None else None
         fleet, plan = self._fleet.value if self._fleet is not None else None, self.plan
         held = [0 if fleet is None else max(fleet.replicas_running, fleet.replicas_target)]
-        if plan is not None and plan.replicas_target is not None:
-            held.append(plan.replicas_target)
-        return claim_of(self._settings, self._model, int(asks) if isinstance(asks, int) else max(held), max(held))
+        if plan is not None and plan.replicas_total is not None:
+            held.append(plan.replicas_total)
+            asks = asks + plan.warm_replicas if isinstance(asks, int) else None
+        return claim_of(self._settings, self._model, asks if isinstance(asks, int) else max(held), max(held))
 
     # --- what people ask --------------------------------------------------------------------------------------------
 
@@ -289,6 +290,7 @@ class Controller:
             "mode": config.control.mode.value,
             "uptime_s": control_overview.short((at_ns - self._started_ns) / 1e9),
             "model": self._model,
+            "models": sorted({self._model, *self._settings.models}),
             "columns": control_overview.COLUMNS,
             "promises": control_view.promises(config, self._model),
             "objective": control_overview.objective_overview(

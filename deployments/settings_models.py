@@ -19,7 +19,7 @@ from pydantic import Field
 from autoscaling.share import Caps, Claim
 from deployments.settings_engine import ModelSettings, Strict, check_name
 from policies.config import BatchingConfig, ScalingConfig
-from policies.config_guard import SpeculationConfig
+from policies.config_guard import DisaggregationConfig, SpeculationConfig
 
 if TYPE_CHECKING:
     from deployments.settings import Settings
@@ -37,6 +37,7 @@ class ModelEntry(Strict):
     scaling: ScalingConfig | None = None
     batching: BatchingConfig | None = None
     speculation: SpeculationConfig | None = None
+    disaggregation: DisaggregationConfig | None = None
     replica_usd_per_hour: float | None = Field(default=None, ge=0)
     """What one of its replicas costs; ``None``: as ``prices`` says."""
 
@@ -84,6 +85,7 @@ def seen_from(settings: Settings, name: str) -> Settings:
         scaling=settings.scaling,
         batching=settings.batching,
         speculation=settings.speculation,
+        disaggregation=settings.disaggregation,
         replica_usd_per_hour=settings.prices.replica_usd_per_hour,
     )
     others = {other: _whole(settings, held) for other, held in settings.models.items() if other != name}
@@ -93,6 +95,7 @@ def seen_from(settings: Settings, name: str) -> Settings:
         "scaling": own.scaling,
         "batching": own.batching,
         "speculation": own.speculation,
+        "disaggregation": own.disaggregation,
         "prices": dataclasses.replace(settings.prices, replica_usd_per_hour=usd),
         "models": {settings.model.name: first} | others,
         "ledger": settings.ledger.model_copy(update={"folder": _below(settings.ledger.folder, part)}),
@@ -109,6 +112,7 @@ def _whole(settings: Settings, entry: ModelEntry) -> ModelEntry:
         scaling=entry.scaling or settings.scaling,
         batching=entry.batching or settings.batching,
         speculation=entry.speculation or settings.speculation,
+        disaggregation=entry.disaggregation or settings.disaggregation,
         replica_usd_per_hour=settings.prices.replica_usd_per_hour if usd is None else usd,
     )
 

@@ -183,7 +183,9 @@ def _headlines(found: Row) -> Iterator[Text]:
     traffic, objective, fleet = found["traffic"], found["objective"], found["fleet"]
     shadowed = [row["knob"] for row in found["knobs"] if row["mode"] != "act"]
     mode = "acting" if not shadowed else "SHADOW" if len(shadowed) == len(found["knobs"]) else f"shadow: {shadowed}"
-    yield Text(f"{found['model']}  tick {found['tick']}, up {span(found['uptime_s'] or 0)}, {mode}", style="bold")
+    others = ", ".join(name for name in found["models"] if name != found["model"])
+    model = found["model"] + (f" (--model: {others})" if others else "")
+    yield Text(f"{model}  tick {found['tick']}, up {span(found['uptime_s'] or 0)}, {mode}", style="bold")
     if fleet is not None:
         room = f", {fleet['unschedulable']} find no room" if fleet["unschedulable"] else ""
         yield Text(f"replicas   {fleet['replicas_running']} of {fleet['replicas_target']} wanted{room}")

@@ -68,6 +68,13 @@ const key = {
   set value(text) { if (text) sessionStorage.setItem(KEY_NAME, text); else sessionStorage.removeItem(KEY_NAME); },
 };
 
+// Of an application that serves several models the page is about one: the address says which, else it is the first.
+const MODEL = new URLSearchParams(location.search).get("model");
+function about(path) {
+  if (MODEL === null || !path.startsWith("/control/")) return path;
+  return `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(MODEL)}`;
+}
+
 class Refusal extends Error {
   constructor(status, code, message) {
     super(message);
@@ -81,7 +88,7 @@ function ask(method, path, body, headers = {}, signal = AbortSignal.timeout(8000
   if (key.value) all.authorization = `Bearer ${key.value}`;
   if (body !== undefined) all["content-type"] = "application/json";
   const sent = body === undefined ? undefined : JSON.stringify(body);
-  return fetch(BASE + path, { method, headers: all, body: sent, cache: "no-store", credentials: "omit", signal });
+  return fetch(BASE + about(path), { method, headers: all, body: sent, cache: "no-store", credentials: "omit", signal });
 }
 
 async function refusal(answer) {

@@ -40,7 +40,9 @@ function tell(text, kind, why = "") {
 
 function show(o) {
   const began = performance.now();
-  say($("model"), o.model);
+  renew($("model"), [o.model, o.models], () => o.models.flatMap((name) => [name === o.model
+    ? el("span", { "aria-current": "page" }, name)
+    : el("a", { href: `?model=${encodeURIComponent(name)}` }, name), " "]));
   showTiles(o);
   showConditions(o.conditions);
   charts.forEach((chart) => chart.add(Date.now(), o));

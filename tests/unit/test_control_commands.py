@@ -202,3 +202,28 @@ def test_a_ledger_that_is_off_or_has_no_folder_writes_nothing(tmp_path: Path) ->
     assert open_ledger(Settings.load({"ledger": {"enabled": False}}), "e", str(tmp_path)) is None
     assert open_ledger(Settings.load({}), "e") is None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "method", "path"),
+    [
+        (["conditions"], "GET", "/control/conditions"),
+        (["override", "list"], "GET", "/control/overrides"),
+        (["override", "set", "load_bound", "2"], "POST", "/control/overrides"),
+        (["override", "clear", "--all"], "DELETE", "/control/overrides"),
+        (["shadow", "status"], "GET", "/control/shadow"),
+        (["shadow", "on"], "POST", "/control/shadow"),
+        (["shadow", "off"], "POST", "/control/shadow"),
+        (["decisions", "--limit", "7"], "GET", "/control/decisions"),
+        (["explain"], "GET", "/control/decisions"),
+    ],
+)
+def test_a_command_is_about_the_model_it_names(url: str, command: list[str], method: str, path: str) -> None:
+    Gateway.answers[method, path] = 404, {"error": {"message": "no such model"}}
+    result = run(*command, "--url", url, "--model", "org/b")
+    assert result.exit_code != 0
+    asked = Gateway.asked[0][1]
+    assert asked.startswith(path)
+    assert asked.endswith("model=org%2Fb")
+    run(*command, "--url", url)
+    assert "model=" not in Gateway.asked[1][1]

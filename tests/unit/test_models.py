@@ -72,6 +72,15 @@ def test_what_a_model_sees_survives_the_way_to_another_process_and_takes_user_co
         assert new.policy_config().objectives.ttft_ms == (42 if each.model.name == "org/b" else 500)
 
 
+def test_roles_are_split_where_a_model_says_so_and_nowhere_else() -> None:
+    split = {"enabled": True}
+    models = {"b": {"model": {}, "disaggregation": split}, "c": {"model": TINY}}
+    first, b, c = each_of(Settings.load({"auth": "none", "model": {"name": "a", **TINY}, "models": models}))
+    assert [each.disaggregation.enabled for each in (first, b, c)] == [False, True, False]
+    with pytest.raises(SettingsError, match=r"models\.c\.disaggregation\.enabled: True: needs"):
+        Settings.load({"auth": "none", "model": {"name": "a"}, "disaggregation": split, "models": models})
+
+
 def test_deployments_have_names_that_serve_takes() -> None:
     settings = Settings.load(ARGS)
     assert deployments_of(settings) == {"a": "Engine", "org/b": "Engine-org-b", "c": "Engine-c"}
@@ -257,6 +266,8 @@ async def test_each_model_has_a_control_loop_of_its_own() -> None:
     assert 'tidegate_control_plan_seq{model="org/b"} 1.0' in await actor.metrics(model="a")
     with pytest.raises(KeyError):
         await actor.state("gone")
+    overview = json.loads(await actor.overview("c"))
+    assert (overview["model"], overview["models"]) == ("c", ["a", "c", "org/b"])
 
 
 # --- caps of the fleet ------------------------------------------------------------------------------------------------
