@@ -85,6 +85,18 @@ def test_on_such_a_machine_the_depth_still_follows_the_text(seed: int) -> None:
     assert steered.tuner.wish == 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_text_that_turns_again_and_again_is_found_each_time(seed: int) -> None:
+    steered = Steered(SpeculatingEngine(text=MISLEADING, seed=seed, hard=16, verify_ms=3.0))
+    for _ in range(6):
+        steered.engine.text = MISLEADING
+        steered.seconds(90)
+        assert steered.tuner.wish == 0
+        steered.engine.text = REPETITIVE
+        steered.seconds(45)
+        assert steered.tuner.wish == 16
+
+
 def test_the_deepest_drafts_are_not_judged_by_what_they_were_on_another_text() -> None:
     engine, tuner = SpeculatingEngine(hard=16), SpeculationTuner(SpeculationConfig())
 
