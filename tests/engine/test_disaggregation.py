@@ -16,7 +16,7 @@ from deployments.handoff import leg_body, params_of
 from tests import loopback
 from tests.engine.conftest import MODEL_NAME
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
