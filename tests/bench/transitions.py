@@ -90,9 +90,9 @@ async def shrink(url: str, most: int, cycles: int, clients: int, tokens: int) ->
                 took.append(await h.wait_for(lambda n=n: count_is(n), 240))
                 await asyncio.sleep(1)
             rows.append([cycle + 1, *took, len(load.results), len(load.failed())])
-            bad = Counter((r.status, r.error[:80]) for r in load.failed())
+            codes_of = Counter((r.status, r.error[:80]) for r in load.failed())
             at_s = time.perf_counter() - begin
-            print(f"{at_s:>5.0f} s  cycle {cycle + 1}: {sum(bad.values())} failed {dict(bad)}", flush=True)
+            print(f"{at_s:>5.0f} s  cycle {cycle + 1}: {sum(codes_of.values())} failed {dict(codes_of)}", flush=True)
         await load.stop()
     for bad in load.failed()[:5]:
         print("failed:", bad.status, bad.error, bad.complete, bad.usage)
