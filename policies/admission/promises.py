@@ -1,15 +1,16 @@
 """When a request that is refused may come again, so that it is served then: a queue in time instead of one in memory.
 
-    room        each second ahead has room for ``SHARE * rate`` tokens of promised work
+    room        each second ahead has room for ``SHARE * rate / kept`` tokens of promised work
     promised    the first whole second, once what waits now has drained, that has room for the request
     redeemed    the same body comes again between EARLY_S before that time and LATE_S after it: it is let in
-    ahead       promised work that is due before a newcomer would be served, and was due no longer than GRACE_S ago:
-                a newcomer counts it as waiting before it, so that it is refused where the time is promised to others
+    kept        share of the last promises that were redeemed; at least KEPT_MIN where room is divided by it
+    ahead       promised work that is due before a newcomer would be served, and was due no longer than GRACE_S ago,
+                times kept: a newcomer counts it as waiting before it, so that it is refused where the time is promised
 
 Without ``ahead`` newcomers take the room that those who come back were told of: at four times the load of a replica
-59 % of them were refused a second time. What is not redeemed is room for whoever comes. A class counts promises of its
-own and of more important classes. A promise is known at the gateway that made it, and by the body's hash alone.
-
+41 % of them were refused a second time. Clients that never come back hold nobody off for long: ``kept`` falls. A class
+counts promises of its own and of more important classes. A promise is known at the gateway that made it, and by the
+body's hash alone.
 Replicas that start count from the time at which they should serve (``AdmissionKnobs.coming``).
 
 What this must not do: know the queue, or refuse anybody.
@@ -32,6 +33,9 @@ EARLY_S, LATE_S = 0.5, 10.0
 
 GRACE_S = 1.5
 """Room is kept for somebody who is late for this long."""
+
+KEPT_SMOOTHING, KEPT_MIN = 0.02, 0.2
+"""Weight of the newest promise in ``kept``; no more than five times the room is promised."""
 
 PROMISES_MAX = 16_384
 """Promises remembered; beyond, clients are told a time and nothing is kept for them."""
@@ -57,6 +61,7 @@ class Promises:
         """By fingerprint; oldest first."""
         self._taken: dict[int, list[float]] = {}
         """By second: promised tokens of each class."""
+        self._kept = 1.0
         self._looked = 0
         """The last second in which what is over was forgotten."""
 
@@ -94,7 +99,7 @@ class Promises:
         now_s = now_ns // SECOND_NS
 
         def most(second: int) -> float:
-            return SHARE * rate_in(second - now_s)
+            return SHARE * rate_in(second - now_s) / max(KEPT_MIN, self._kept)
 
         second, last = now_s + max(1, math.ceil(after_s)), now_s + math.floor(max_s)
         while second <= last and self._free(second, most) < min(tokens, most(second)):
@@ -111,7 +116,9 @@ class Promises:
         if made is None or now_ns < made.due_ns - EARLY_S * 1e9:
             return False
         self._drop(fingerprint)
-        return now_ns <= made.due_ns + LATE_S * 1e9
+        kept = now_ns <= made.due_ns + LATE_S * 1e9
+        self._learn(kept)
+        return kept
 
     def ahead(self, priority: Priority, within_s: float, now_ns: int) -> float:
         """Promised tokens that are due within this time and count before a newcomer of this class."""
@@ -123,7 +130,10 @@ class Promises:
             taken = self._taken.get(second)
             if taken is not None:
                 total += sum(taken[: priority.rank + 1]) * (min(second + 1, end) - max(second, begin))
-        return total
+        return total * self._kept
+
+    def _learn(self, kept: bool) -> None:
+        self._kept += KEPT_SMOOTHING * (kept - self._kept)
 
     def _free(self, second: int, most: Callable[[int], float]) -> float:
         taken = self._taken.get(second)
@@ -159,4 +169,5 @@ class Promises:
         self._looked, over_ns = second, now_ns - round(LATE_S * 1e9)
         for fingerprint in [f for f, made in self._made.items() if made.due_ns < over_ns]:
             self._drop(fingerprint)
+            self._learn(False)
         self._taken = {at: taken for at, taken in self._taken.items() if at >= second - math.ceil(GRACE_S)}

@@ -96,6 +96,20 @@ def test_newcomers_count_what_is_due_before_them_until_it_came_or_is_late() -> N
     assert book.ahead(Priority.STANDARD, 3.0, NOW + round((2 + GRACE_S) * SECOND)) == 0.0
 
 
+def test_clients_that_do_not_come_back_hold_nobody_off_and_their_room_is_promised_to_others() -> None:
+    book, now_ns = Book(), NOW
+    for n in range(1, 300):
+        book.put(n, max_s=1_000.0, now_ns=now_ns)
+    now_ns += 600 * SECOND
+    told = [book.put(1_000 + n, now_ns=now_ns) for n in range(12)]
+    assert told == [1.0] * 10 + [2.0] * 2, "five times the room"
+    assert book.ahead(Priority.STANDARD, 2.0, now_ns) < 0.05 * 12 * 425
+    for n in range(12):
+        assert book.redeem(1_000 + n, now_ns + round(2.0 * SECOND))
+    book.put(2_000, now_ns=now_ns + 3 * SECOND)
+    assert book.ahead(Priority.STANDARD, 2.0, now_ns + 3 * SECOND) == pytest.approx(425 * 0.21, abs=15)
+
+
 def test_what_is_over_is_forgotten_and_what_is_remembered_is_bounded() -> None:
     book = Book()
     for n in range(1, PROMISES_MAX + 5):
