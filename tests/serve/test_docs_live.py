@@ -36,12 +36,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     if busy := preflight_looks.busy_ports(port.number for port in Ports().listed()):
         pytest.skip(f"ports are busy: {busy}")
     folder = tmp_path_factory.mktemp("docs")
-    content = yaml.safe_load((ROOT / "serve_config.yaml").read_text(encoding="utf-8"))
-    model = content["applications"][0]["args"]["model"]
+    targets = {path: path.read_bytes() for path in (ROOT / "dashboards/prometheus/targets").glob("*.json")}
+    shipped = yaml.safe_load((ROOT / "serve_config.yaml").read_text(encoding="utf-8"))
+    model = shipped["applications"][0]["args"]["model"]
     for key in ("engine_args", "cpu"):
         model.pop(key)
     model |= {"engine": "emulated", "num_cpus": 0.1}
-    (folder / "serve_config.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    (folder / "serve_config.yaml").write_text(yaml.safe_dump(shipped), encoding="utf-8")
     up = [sys.executable, "-m", "deployments.cli", "up", "--detach", "--config", str(folder / "serve_config.yaml")]
     started = subprocess.run(up, cwd=ROOT, capture_output=True, text=True, check=False, timeout=UP_S_MAX)
     try:
@@ -51,6 +52,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         assert stopped.returncode == 0, stopped.stderr
         assert run_state.load(RUN_FOLDER) is None
     finally:
+        for path, content in targets.items():  # `dashboards targets` writes them
+            path.write_bytes(content)
         if (state := run_state.load(RUN_FOLDER)) is not None:
             run_state.end_all(state, 5)
             run_state.forget(RUN_FOLDER, state)
@@ -62,7 +65,7 @@ def an_override() -> str:
 
 
 def a_decision() -> str:
-    """The number of some decision: an override is one, at the next tick."""
+    """The number of some decision: the beginning of an override is in the ledger at the next tick."""
     deadline = time.monotonic() + WITHIN_S
     while time.monotonic() < deadline:
         found = loopback.get(f"{URL}/control/decisions").json()
