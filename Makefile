@@ -14,7 +14,7 @@ PROPERTY := tests/property tests/sim
 STACK := tests/contract tests/serve
 ENGINE := tests/engine
 BENCHES := startup added_ttft relay_cpu affinity token_budget batch_goodput speculation scaling controller_kill explained control_tick control_week sim_accuracy sim_speed \
-	disaggregation rollback sim_live compare dynamo_r1 request_cpu fairness retry_storm replica_kill overload scenarios joint soak elastic boards transitions
+	disaggregation rollback sim_live compare dynamo_r1 request_cpu fairness retry_storm replica_kill node_kill overload scenarios joint soak elastic boards transitions
 
 .PHONY: help serve stop model doctor check format lint types imports quick quick_property unit property test stack engine sim bench lock install dev page
 

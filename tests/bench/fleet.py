@@ -21,12 +21,14 @@ APP = "tidegate"
 REPORT_MS = 500
 
 
-def start(replicas: int, emulated: dict[str, Any], *, auth: Any = "none", **sections: Any) -> Fleet:
+def start(
+    replicas: int, emulated: dict[str, Any], *, auth: Any = "none", num_cpus: float = 0.1, **sections: Any
+) -> Fleet:
     """Deploy a fleet of fixed size and wait until all of it is there. Inside ``harness.ray_serve`` only."""
     from ray import serve
 
     args = h.emulated_args(
-        model={"emulated": emulated, "report_interval_ms": REPORT_MS},
+        model={"emulated": emulated, "report_interval_ms": REPORT_MS, "num_cpus": num_cpus},
         **{
             "gateway": {"report_interval_ms": REPORT_MS},
             "scaling": {"replicas_min": replicas, "replicas_max": replicas},

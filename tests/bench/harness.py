@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,8 +59,8 @@ def emulated_args(**overrides: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def ray_serve(haproxy: bool = True, port: int = 8000) -> Iterator[None]:
-    """Run Ray and Serve on loopback for the duration of the block.
+def ray_serve(haproxy: bool = True, port: int = 8000, start: Callable[[], str] | None = None) -> Iterator[None]:
+    """Run Ray and Serve on loopback for the duration of the block. ``start`` starts a cluster of nodes: its address.
 
     Serve's constants are read when it is imported, so this must be the first import of ``ray.serve`` in the process.
     """
@@ -73,7 +73,11 @@ def ray_serve(haproxy: bool = True, port: int = 8000) -> Iterator[None]:
     import ray
     from ray import serve
 
-    ray.init(num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    if start is None:
+        ray.init(num_cpus=8, include_dashboard=False, **quiet)
+    else:
+        ray.init(address=start(), **quiet)
     # A run that is told to end must end what it started: HAProxy would keep its ports.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     serve.start(http_options={"host": "127.0.0.1", "port": port})

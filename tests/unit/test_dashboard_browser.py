@@ -196,11 +196,24 @@ async def test_it_fits_the_screen_and_large_fleets_are_shown_in_pages(width: int
         assert tab.problems == []
 
 
-@pytest.mark.skipif(AXE is None, reason="needs axe-core, named by TIDEGATE_AXE: make page")
-@pytest.mark.parametrize("dark", [False, True])
-async def test_axe_finds_nothing(dark: bool) -> None:
+async def violations(tab: Tab) -> list[str]:
+    """What axe finds in the page as it stands."""
     assert AXE is not None
     axe = await asyncio.to_thread(Path(AXE).read_text, encoding="utf-8")
+    found: list[str] = await tab.js(
+        axe
+        + """; axe.run(document, {resultTypes: ['violations']}).then(
+        r => r.violations.map(v => v.id + ': ' + v.nodes.map(n => n.target + n.failureSummary).slice(0, 3)))"""
+    )
+    return found
+
+
+needs_axe = pytest.mark.skipif(AXE is None, reason="needs axe-core, named by TIDEGATE_AXE: make page")
+
+
+@needs_axe
+@pytest.mark.parametrize("dark", [False, True])
+async def test_axe_finds_nothing(dark: bool) -> None:
     async with looking(40, RECORD) as (stand, tab):
         await tab.send("Page.setBypassCSP", enabled=True)
 
@@ -208,15 +221,31 @@ async def test_axe_finds_nothing(dark: bool) -> None:
             await tab.look("about:blank", width)
             await tab.look(stand.url + "/dashboard", width, dark)
             await tab.until(ready)
-            found = await tab.js(
-                axe
-                + """; axe.run(document, {resultTypes: ['violations']}).then(
-                r => r.violations.map(v => v.id + ': ' + v.nodes.map(n => n.target + n.failureSummary).slice(0, 3)))"""
-            )
-            assert found == []
+            assert await violations(tab) == []
 
         await check(1280, "!document.getElementById('ask-key').hidden")
         await tab.js(f"sessionStorage.setItem('tidegate-key', '{KEY}')")
         stand.decide()
         for width in (1280, 390):
             await check(width, "document.querySelectorAll('#replicas tbody tr').length > 5")
+
+
+@needs_axe
+@pytest.mark.parametrize("dark", [False, True])
+async def test_axe_finds_nothing_where_a_prompt_is_tried(dark: bool) -> None:
+    """Before it is asked, with its answer and its way, and with an error; wide and narrow."""
+    async with looking(1) as (stand, tab):
+        await tab.send("Page.setBypassCSP", enabled=True)
+        for width in (1280, 390):
+            await tab.look("about:blank", width)
+            await tab.look(stand.url + "/dashboard#try", width, dark)
+            await tab.until("document.querySelectorAll('#t-model option').length === 1")
+            assert await violations(tab) == []
+            await tab.js("document.getElementById('t-tokens').value = 40; document.getElementById('t-send').click()")
+            await tab.until("document.querySelectorAll('#went dt').length > 8")
+            assert await violations(tab) == []
+            await tab.js(
+                "document.getElementById('t-tokens').value = 999999; document.getElementById('t-send').click()"
+            )
+            await tab.until("document.getElementById('t-status').innerText.startsWith('It ended with an error: ')")
+            assert await violations(tab) == []

@@ -11,6 +11,7 @@ import pytest
 import schemathesis
 from jsonschema_rs import Draft202012Validator, meta
 
+from deployments import api_reference
 from deployments.endpoints import (
     MODEL_PREFIX,
     OVERRIDE_PREFIX,
@@ -124,3 +125,10 @@ def test_values_of_headers_and_outcomes_are_those_that_are_read() -> None:
 def test_the_version_is_the_projects() -> None:
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["version"] == VERSION
+
+
+def test_the_page_of_the_api_is_what_the_description_says() -> None:
+    assert api_reference.FILE.read_text(encoding="utf-8") == api_reference.text(), (
+        "run: .venv/bin/python -m deployments.api_reference"
+    )
+    assert "Scope `control:write`" in api_reference.text().partition("## POST /control/overrides")[2][:200]
