@@ -76,8 +76,9 @@ CONDITIONS: tuple[ConditionSpec, ...] = (
         name="decode_bound",
         title="Token gaps are what limits: batches are as large as gaps allow",
         begin="decode takes > 0.6 of step time, and gaps burn >= 1 over 60 s, or 9 of 10 sequences run and 2 "
-        "requests wait per replica",
-        end="decode takes < 0.5 of step time, or gaps burn < 1 and less than half a request waits per replica",
+        "requests wait per replica or more are refused than the quantile allows",
+        end="decode takes < 0.5 of step time, or gaps burn < 1, less than half a request waits per replica and few are "
+        "refused",
         on_ticks=5,
         off_ticks=5,
         detect_s=30,

@@ -78,13 +78,23 @@ def decode_bound(facts: Facts) -> Finding:
     share, (burn, presses) = 1 - prefill, _presses(facts, "itl")
     running = sum([r.latest.running for r in facts.serving])
     filled = running / max(1, sum([_cap(r.latest) for r in facts.serving]))
-    capped = filled >= CAP_SHARE and queue_each >= QUEUE_EACH
+    refuses = _refuses(facts)
+    capped = filled >= CAP_SHARE and (queue_each >= QUEUE_EACH or refuses)
     evidence = {"decode_share": share, "itl_burn": burn, "cap_share": filled, "queue_per_replica": queue_each}
     high = share > DECODE_HIGH and (presses or capped)
-    low = share < DECODE_LOW or (not presses and queue_each < QUEUE_EACH / 4)
+    low = share < DECODE_LOW or (not presses and not refuses and queue_each < QUEUE_EACH / 4)
     text = f"{share:.0%} of step time decodes, {filled:.0%} of the sequences allowed run, gaps burn {burn:.1f}"
     targets = _where(facts, lambda prefill: 1 - prefill, DECODE_HIGH) if high else ()
     return Finding(high, low, evidence, text, 1.0, targets)
+
+
+def _refuses(facts: Facts) -> bool:
+    """Whether gates refuse more than the objectives' quantile allows: who is told to come later waits elsewhere."""
+    traffic = facts.signals.traffic
+    if traffic is None:
+        return False
+    refused_ps = sum([c.refused_ps for c in traffic.by_class.values()])
+    return refused_ps > (1 - facts.config.objectives.quantile) * traffic.demand_ps
 
 
 def _cap(latest: ReplicaReport) -> int:
