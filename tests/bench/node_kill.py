@@ -29,7 +29,7 @@ from tests.bench.wire import Reply, Wire
 
 NODES, LOAD = 3, 0.5
 CAPACITY = NODES * SLOTS / (TOKENS * (STEP["a_ms"] + STEP["b_ms"] * SLOTS) / 1e3)
-ENGINE_CPUS = 2
+ENGINE_CPUS = 2.0
 """One engine fills a worker node; the head's has one CPU more, for the gateway."""
 WHOLE_S_MAX = 120.0
 NODE: dict[str, Any] = {"object_store_memory": 100_000_000}
@@ -59,7 +59,7 @@ async def run(fleet: f.Fleet, cluster: Any, seconds: float) -> tuple[list[Reply]
     print(f"killed a node: {kill(victim)} processes; requests running on each replica: {running}", flush=True)
     gone_s = await timed(lambda: len(fleet.counters()) == NODES - 1)
     await asyncio.sleep(max(0.0, seconds / 3 - gone_s))
-    await asyncio.to_thread(cluster.add_node, num_cpus=ENGINE_CPUS, **NODE)
+    await asyncio.to_thread(cluster.add_node, num_cpus=int(ENGINE_CPUS), **NODE)
     whole_s = await timed(lambda: len(fleet.counters()) == NODES)
     replies = await task
     wire.close()
@@ -80,11 +80,15 @@ def main(seconds: float) -> int:
     """The whole benchmark; the exit status."""
     from ray.cluster_utils import Cluster
 
+    from deployments import emulated_engine
+
+    emulated_engine.NUM_CPUS_MAX = ENGINE_CPUS  # the deployment is built in this process
     clusters: list[Any] = []
 
     def start() -> str:
-        options = {"num_cpus": ENGINE_CPUS + 1, "include_dashboard": False, **NODE}
-        clusters.append(Cluster(initialize_head=True, head_node_args=options))
+        options = {"num_cpus": int(ENGINE_CPUS) + 1, "include_dashboard": False, **NODE}
+        # Hooks at exit would want the main thread; everything is ended below.
+        clusters.append(Cluster(initialize_head=True, head_node_args=options, shutdown_at_exit=False))
         return str(clusters[0].address)
 
     try:
@@ -111,7 +115,7 @@ def add_workers(cluster: Any) -> None:
     while not placed() and time.monotonic() < deadline:
         time.sleep(0.25)
     for _ in range(NODES - 1):
-        cluster.add_node(num_cpus=ENGINE_CPUS, **NODE)
+        cluster.add_node(num_cpus=int(ENGINE_CPUS), **NODE)
 
 
 def told(replies: list[Reply], refused: int, gone_s: float, whole_s: float) -> int:
