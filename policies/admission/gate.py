@@ -368,7 +368,8 @@ class AdmissionGate:
             text = f"more important requests wait for the next {above_ms:,.0f} ms"
             return self._overload("shed", text, above_ms, cost, now_ns), None, 0
         ahead = self.queue.tokens_ahead(request.tenant, request.priority, request.task, cost)
-        ahead += round(self.promises.ahead(request.priority, due_ms / 1_000, now_ns))
+        weight = config.tenant(request.tenant).weight
+        ahead += round(self.promises.ahead(request.priority, due_ms / 1_000, now_ns, request.tenant, weight, cost))
         wait_ms = forecast.wait_ms(ahead, now_ns)
         predicted_ms = wait_ms + self._engine_wait_ms + idle_ms
         allowed_ms = _within(knobs.forecast_share, config.admission.forecast_share) * due_ms
@@ -390,6 +391,8 @@ class AdmissionGate:
             self._rate_in(now_ns),
             self._config.admission.retry_after_s_max,
             now_ns,
+            request.tenant,
+            self._config.tenant(request.tenant).weight,
         )
         if after_s is None:
             return self._overload(code, text, wait_ms, cost, now_ns)
