@@ -240,10 +240,10 @@ class AdmissionGate:
     @property
     def holds_for_starts(self) -> bool:
         """Whether the model may sleep, so that any request may be held while it starts."""
-        return self._cold is not None
+        return self._cold is not None and self._cold.may_sleep
 
     def is_cold(self, now_ns: int) -> bool:
-        """Whether nobody serves a model that may sleep, so that requests are held."""
+        """Whether nobody serves, so that requests are held while the model starts, or refused where it cannot."""
         return self._cold is not None and self._cold.is_cold(now_ns)
 
     def sleeps(self, now_ns: int) -> bool:
