@@ -44,7 +44,7 @@ from policies.control.pool import Spares
 from policies.control.scaler import ScaleAdvice
 from policies.control.signals import Signals
 from policies.steering import ColdPhase, Knob, Lever
-from policies.types import Reason, ReplicaId
+from policies.types import Mode, Reason, ReplicaId
 
 HALF_LIFE_S = 86_400.0
 """What was short a day ago counts half."""
@@ -116,10 +116,13 @@ class WarmPool:
 
     def __init__(self, config: PolicyConfig) -> None:
         self._scaling = config.scaling
+        self._low = max(1, config.scaling.replicas_min)
         self._missed_usd = config.prices.missed_usd
         self._usd_per_hour = config.prices.replica_usd_per_hour or USD_PER_HOUR_UNPRICED
         self._want = Want()
         self._wanted = 0
+        self._found = config.scaling.warm_min if config.control.mode is Mode.ACT else 0
+        """Of the replicas that the first word of Serve tells of: the controller before this one kept them."""
         self._by_price = 0
         self._awake = 0
         """Of those that stand by, how many are worth more awake."""
@@ -138,7 +141,8 @@ class WarmPool:
         """See :class:`policies.control.pool.Pool`."""
         while self._given and now_ns - self._given[0][0] > GIVEN_NS and len(self._given) > 1:
             self._given.popleft()
-        if not self._warm and all(total == hot for _, total, hot in self._given):
+        ours = any(total != hot for _, total, hot in self._given) if self._given else self._found > 0
+        if not self._warm and not ours:
             return signals
         known = {r.replica_id for r in signals.serving}
         warm = [r for r in self._warm if r in known]
@@ -155,7 +159,8 @@ class WarmPool:
 
     def _hot_of(self, total: int) -> int:
         """Hot ones of Serve's target: those of a total that it was given, else somebody else's number without ours."""
-        return next((hot for _, given, hot in reversed(self._given) if given == total), max(0, total - self._wanted))
+        others = max(min(total, self._low), total - (self._wanted if self._given else self._found))
+        return next((hot for _, given, hot in reversed(self._given) if given == total), others)
 
     # --- how many -----------------------------------------------------------------------------------------------------
 

@@ -161,11 +161,18 @@ def ray_heads() -> tuple[Holder, ...]:
     """Return the Ray head processes of this machine, whoever started them."""
     found = []
     for process in psutil.process_iter(["name"]):
-        if process.info["name"] == "gcs_server" and process.status() != psutil.STATUS_ZOMBIE:
+        if process.info["name"] == "gcs_server" and _lives(process):
             holder = _holder(process.pid)
             if holder is not None:
                 found.append(replace(holder, ray_version=_ray_version(process)))
     return tuple(found)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:  # it ended after it was listed
+        return False
 
 
 def _ray_version(process: psutil.Process) -> str | None:

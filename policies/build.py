@@ -126,9 +126,7 @@ def build_policies(
     chance = random.Random(rng.getrandbits(64))
     follower = PlanFollower()
     capacity = FleetCapacity(fleet, config.objectives)
-    cold = None
-    if config.scaling.replicas_min == 0:
-        cold = ColdGate(config, follower.cold, follower.says_awake, partial(_nobody, fleet, capacity), chance)
+    cold = ColdGate(config, follower.cold, follower.says_awake, partial(_nobody, fleet, capacity), chance)
     context = FlowContext(
         admission=AdmissionGate(
             config,

@@ -264,7 +264,8 @@ class RequestFlow:
     def _wait(self, left_ms: float, now_ns: int) -> list[Effect]:
         """For another replica; longer where the model starts meanwhile."""
         if left_ms <= 0 and (left_ms := self._ctx.admission.start_wait_ms(self.request, now_ns)) <= 0:
-            return self._no_capacity(now_ns)
+            fails = not self._begun and self._ctx.admission.cannot_start(now_ns) is not None
+            return self._on_expired(now_ns) if fails else self._no_capacity(now_ns)
         self._state = State.WAITING
         return [WaitForReplica(left_ms, frozenset(self._tried))]
 
@@ -459,8 +460,7 @@ class RequestFlow:
     # --- the ends -----------------------------------------------------------------------------------------------------
 
     def _no_capacity(self, now_ns: int) -> list[Effect]:
-        waited_ms = self._ctx.config.admission.no_replica_wait_ms
-        why = f"no replica became available within {waited_ms:g} ms"
+        why = f"no replica became available within {self._ctx.config.admission.no_replica_wait_ms:g} ms"
         error = server_error(503, "no_capacity", why, self._ctx.config.admission.retry_after_s)
         return [error, self._finish(Outcome.FAILED, "no_replica", why, now_ns)]
 

@@ -1,6 +1,6 @@
-"""What becomes of requests for a model that no replica serves, where the model may sleep (``scaling.replicas_min`` 0).
+"""What becomes of requests for a model that nobody serves, that may sleep (``scaling.replicas_min`` 0) or cannot start.
 
-    cold       no replica takes requests, and those that are there leave
+    cold       no replica takes requests, and those that are there leave; of a model that may not sleep: and starts fail
     sleeps     cold, and not because the one that serves by the plan in force cannot be reached from here
     remaining  asleep: start_s + WAKE_S     starting: start_s - elapsed, at least OVERDUE_SHARE of it
     held       its class waits for starts, and remaining <= patience
@@ -33,7 +33,7 @@ OVERDUE_SHARE = 0.2
 
 
 class ColdGate:
-    """One per gateway whose model may sleep.
+    """One per gateway and model.
 
     Args:
         config: ``scaling``, ``classes`` and the jitter of ``admission``.
@@ -58,18 +58,19 @@ class ColdGate:
         self._rng = rng
         self._start_s = config.scaling.start_s_prior
         """Last told."""
+        self.may_sleep = config.scaling.replicas_min == 0
 
     def reconfigure(self, config: PolicyConfig) -> None:
         """Follow the classes of ``config`` from now on."""
         self._config = config
 
     def is_cold(self, now_ns: int) -> bool:
-        """Whether nobody takes requests."""
-        return self._nobody(now_ns)
+        """Whether nobody takes requests, and they are held or refused for that."""
+        return self._nobody(now_ns) if self.may_sleep else self.cannot_start(now_ns) is not None
 
     def sleeps(self, now_ns: int) -> bool:
         """Whether only a start helps."""
-        return self._nobody(now_ns) and not self._awake(now_ns)
+        return self.is_cold(now_ns) and not self._awake(now_ns)
 
     def cannot_start(self, now_ns: int) -> str | None:
         """Why the model cannot start, until it is tried again; ``None``: nothing says that."""

@@ -240,10 +240,10 @@ class AdmissionGate:
     @property
     def holds_for_starts(self) -> bool:
         """Whether the model may sleep, so that any request may be held while it starts."""
-        return self._cold is not None
+        return self._cold is not None and self._cold.may_sleep
 
     def is_cold(self, now_ns: int) -> bool:
-        """Whether nobody serves a model that may sleep, so that requests are held."""
+        """Whether nobody serves, so that requests are held while the model starts, or refused where it cannot."""
         return self._cold is not None and self._cold.is_cold(now_ns)
 
     def sleeps(self, now_ns: int) -> bool:
@@ -368,7 +368,8 @@ class AdmissionGate:
             text = f"more important requests wait for the next {above_ms:,.0f} ms"
             return self._overload("shed", text, above_ms, cost, now_ns), None, 0
         ahead = self.queue.tokens_ahead(request.tenant, request.priority, request.task, cost)
-        ahead += round(self.promises.ahead(request.priority, due_ms / 1_000, now_ns))
+        weight = config.tenant(request.tenant).weight
+        ahead += round(self.promises.ahead(request.priority, due_ms / 1_000, now_ns, request.tenant, weight, cost))
         wait_ms = forecast.wait_ms(ahead, now_ns)
         predicted_ms = wait_ms + self._engine_wait_ms + idle_ms
         allowed_ms = _within(knobs.forecast_share, config.admission.forecast_share) * due_ms
@@ -390,6 +391,8 @@ class AdmissionGate:
             self._rate_in(now_ns),
             self._config.admission.retry_after_s_max,
             now_ns,
+            request.tenant,
+            self._config.tenant(request.tenant).weight,
         )
         if after_s is None:
             return self._overload(code, text, wait_ms, cost, now_ns)

@@ -5,11 +5,14 @@
     redeemed    the same body comes again between EARLY_S before that time and LATE_S after it: it is let in
     kept        share of the last promises that were redeemed; at least KEPT_MIN where room is divided by it
     ahead       promised work that is due before a newcomer would be served, and was due no longer than GRACE_S ago,
-                times kept: a newcomer counts it as waiting before it, so that it is refused where the time is promised
+                times kept: a newcomer counts it as waiting before it, so that it is refused where the time is promised;
+                of other tenants no more than what they are served, by weight, while the newcomer's own is
 
 Without ``ahead`` newcomers take the room that those who come back were told of: at four times the load of a replica
 41 % of them were refused a second time. Clients that never come back hold nobody off for long: ``kept`` falls. A class
-counts promises of its own and of more important classes. A promise is known at the gateway that made it, and by the
+counts promises of its own and of more important classes. A tenant that floods is promised nearly all there is, and
+holds off itself alone: counted in full, its promises left another, which asked for a tenth of the fleet, a quarter of
+that. A promise is known at the gateway that made it, and by the
 body's hash alone.
 Replicas that start count from the time at which they should serve (``AdmissionKnobs.coming``).
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from policies.types import Priority
@@ -48,9 +52,34 @@ SECOND_NS = 1_000_000_000
 
 class _Promise(NamedTuple):
     due_ns: int
+    tenant: str
     rank: int
     room: tuple[tuple[int, float], ...]
     """Seconds that it takes room in, and how much."""
+
+
+@dataclass(slots=True)
+class _Taken:
+    """Promised tokens of each class, by second."""
+
+    by_second: dict[int, list[float]] = field(default_factory=dict)
+    weight: float = 1.0
+    promises: int = 0
+
+    def change(self, second: int, rank: int, tokens: float) -> None:
+        row = self.by_second.setdefault(second, [0.0] * len(Priority))
+        row[rank] = max(0.0, row[rank] + tokens)
+
+    def within(self, begin: float, end: float, rank: int) -> float:
+        """Tokens of classes up to ``rank`` between two times."""
+        total = 0.0
+        for second in range(math.floor(begin), math.floor(end) + 1):
+            if (row := self.by_second.get(second)) is not None:
+                total += sum(row[: rank + 1]) * (min(second + 1, end) - max(second, begin))
+        return total
+
+    def forget(self, before: int) -> None:
+        self.by_second = {second: row for second, row in self.by_second.items() if second >= before}
 
 
 class Promises:
@@ -59,8 +88,9 @@ class Promises:
     def __init__(self) -> None:
         self._made: OrderedDict[int, _Promise] = OrderedDict()
         """By fingerprint; oldest first."""
-        self._taken: dict[int, list[float]] = {}
-        """By second: promised tokens of each class."""
+        self._taken = _Taken(weight=0.0)
+        """Of all; its weight is that of all tenants who were promised something."""
+        self._tenants: dict[str, _Taken] = {}
         self._kept = 1.0
         self._looked = 0
         """The last second in which what is over was forgotten."""
@@ -77,6 +107,8 @@ class Promises:
         rate_in: Callable[[float], float],
         max_s: float,
         now_ns: int,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> float | None:
         """Seconds after which the request is served; ``None``: nothing can be promised within ``max_s``.
 
@@ -88,6 +120,8 @@ class Promises:
             rate_in: tokens that will be served per second, by seconds from now on.
             max_s: longest time.
             now_ns: of the refusal.
+            tenant: who is promised.
+            weight: its share among tenants.
         """
         self._forget(now_ns)
         known = self._made.get(fingerprint)
@@ -107,7 +141,9 @@ class Promises:
         if second > last:
             return None
         due_ns = second * SECOND_NS + now_ns % SECOND_NS
-        self._made[fingerprint] = _Promise(due_ns, priority.rank, self._take(second, tokens, priority.rank, most))
+        room = self._room(second, tokens, second + last - now_s, most)
+        self._made[fingerprint] = promise = _Promise(due_ns, tenant, priority.rank, room)
+        self._take(promise, weight)
         return (due_ns - now_ns) / 1e9
 
     def redeem(self, fingerprint: int, now_ns: int) -> bool:
@@ -120,46 +156,64 @@ class Promises:
         self._learn(kept)
         return kept
 
-    def ahead(self, priority: Priority, within_s: float, now_ns: int) -> float:
-        """Promised tokens that are due within this time and count before a newcomer of this class."""
+    def ahead(
+        self, priority: Priority, within_s: float, now_ns: int, tenant: str = "", weight: float = 1.0, tokens: int = 0
+    ) -> float:
+        """Promised tokens that are due within this time and count before a newcomer of this class, which costs
+        ``tokens`` and whose tenant weighs ``weight``.
+        """
         if not self._made:
             return 0.0
         begin, end = now_ns / SECOND_NS - GRACE_S, now_ns / SECOND_NS + min(within_s, AHEAD_S_MAX)
-        total = 0.0
-        for second in range(math.floor(begin), math.floor(end) + 1):
-            taken = self._taken.get(second)
-            if taken is not None:
-                total += sum(taken[: priority.rank + 1]) * (min(second + 1, end) - max(second, begin))
-        return total * self._kept
+        total = self._taken.within(begin, end, priority.rank)
+        own, others_weight = 0.0, self._taken.weight
+        if (taken := self._tenants.get(tenant)) is not None:
+            own, others_weight = taken.within(begin, end, priority.rank), others_weight - taken.weight
+        return (own + max(0.0, min(total - own, (own + tokens) * others_weight / weight))) * self._kept
 
     def _learn(self, kept: bool) -> None:
         self._kept += KEPT_SMOOTHING * (kept - self._kept)
 
     def _free(self, second: int, most: Callable[[int], float]) -> float:
-        taken = self._taken.get(second)
-        return most(second) if taken is None else most(second) - sum(taken)
+        row = self._taken.by_second.get(second)
+        return most(second) if row is None else most(second) - sum(row)
 
-    def _take(
-        self, second: int, tokens: float, rank: int, most: Callable[[int], float]
+    def _room(
+        self, second: int, tokens: float, last: int, most: Callable[[int], float]
     ) -> tuple[tuple[int, float], ...]:
-        """Room from ``second`` on, as it is free."""
+        """Room from ``second`` to ``last``, as it is free."""
         room = []
-        while tokens > 0:
+        while tokens > 0 and second <= last:
             part = min(tokens, self._free(second, most))
             if part > 0:
-                self._taken.setdefault(second, [0.0] * len(Priority))[rank] += part
                 room.append((second, part))
                 tokens -= part
             second += 1
         return tuple(room)
 
+    def _take(self, promise: _Promise, weight: float) -> None:
+        taken = self._tenants.get(promise.tenant)
+        if taken is None:
+            taken = self._tenants[promise.tenant] = _Taken(weight=weight)
+            self._taken.weight += weight
+        taken.promises += 1
+        for second, part in promise.room:
+            self._taken.change(second, promise.rank, part)
+            taken.change(second, promise.rank, part)
+
     def _drop(self, fingerprint: int) -> None:
         made = self._made.pop(fingerprint, None)
         if made is None:
             return
+        taken = self._tenants[made.tenant]
         for second, part in made.room:
-            if (taken := self._taken.get(second)) is not None:
-                taken[made.rank] = max(0.0, taken[made.rank] - part)
+            if second in self._taken.by_second:
+                self._taken.change(second, made.rank, -part)
+                taken.change(second, made.rank, -part)
+        taken.promises -= 1
+        if not taken.promises:
+            del self._tenants[made.tenant]
+            self._taken.weight = max(0.0, self._taken.weight - taken.weight)
 
     def _forget(self, now_ns: int) -> None:
         """Once a second: whoever is too late is a newcomer, and time that is over has no room."""
@@ -170,4 +224,5 @@ class Promises:
         for fingerprint in [f for f, made in self._made.items() if made.due_ns < over_ns]:
             self._drop(fingerprint)
             self._learn(False)
-        self._taken = {at: taken for at, taken in self._taken.items() if at >= second - math.ceil(GRACE_S)}
+        for taken in (self._taken, *self._tenants.values()):
+            taken.forget(second - math.ceil(GRACE_S))

@@ -2,7 +2,8 @@
 
 A cap far above what runs, with nobody waiting, holds up nobody, wherever it stands; a token budget is used by prompts
 alone. While a knob is out of reach, a change of it gains nothing, and its value is a guess far from what is seen: it
-stays. The same where the step model has not seen unlike batches (cap) or prompts (budget) since the engine started::
+stays. The same where the step model has not seen unlike batches (cap) or prompts (budget) since the engine started.
+But a cap may rise while requests wait: below one that somebody lowered, no other batch would ever be seen::
 
     cap      moves where min(before, after) <= REACH * running at once, or requests wait, or preemptions brake it
     budget   moves where prompts came in the window, or there is none yet, or those that run need a larger one
@@ -41,7 +42,8 @@ def within_reach(before: Knobs, after: Knobs, point: BatchPoint, reach: Reach) -
     stand_seqs = before.running_seqs_max or point.running_seqs_hard
     stand_tokens = before.step_tokens_max or point.step_tokens_hard
     reached = reach.waiting > 0 or min(stand_seqs, seqs) <= REACH * reach.running
-    if not reach.braked and not (reached and point.model.batch_known):
+    known = point.model.batch_known or (reach.waiting > 0 and seqs > stand_seqs)
+    if not reach.braked and not (reached and known):
         seqs = stand_seqs
     used = before.step_tokens_max is None or reach.prompts
     if stand_tokens >= reach.tokens_min and not (used and point.model.prompts_known):

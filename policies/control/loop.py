@@ -29,7 +29,7 @@ from policies.control.scaler import Scaler
 from policies.control.signals import SignalBook, Signals
 from policies.control.starts import Start, coming_s
 from policies.measures import StartReport
-from policies.steering import ANY, AdmissionKnobs, Knob
+from policies.steering import ANY, AdmissionKnobs, ColdModel, ColdPhase, Knob
 from policies.types import Decision, FleetView, GatewayReport, Mode, Plan, ReplicaReport
 
 
@@ -134,7 +134,7 @@ def tick(state: ControlState, now_ns: int) -> TickResult:
     decisions += tuple([state.ledger.write(draft, state.ticks, now_ns, active) for draft in spares.written])
     judged = [state.ledger.judge(j.seq, j.verdict, j.text, j.realised, state.ticks) for j in guarded.judged]
     state.last = TickResult(
-        plan=_plan(state, guarded, adaptation, spares, signals),
+        plan=_plan(state, guarded, adaptation, spares, seen, signals),
         decisions=decisions,
         conditions=conditions,
         signals=signals,
@@ -169,7 +169,24 @@ def _coming(signals: Signals) -> tuple[int, float]:
     return missing, round(coming_s(signals.starts, missing, cold_start_ms(signals) / 1_000), 1)
 
 
-def _plan(state: ControlState, guarded: Guarded, adaptation: Adaptation, spares: Spares, signals: Signals) -> Plan:
+def _cold(state: ControlState, seen: Signals, adaptation: Adaptation) -> ColdModel | None:
+    """What gateways must know of a model that nobody serves: all of one that may sleep, else that its starts fail."""
+    if adaptation.advice is not None and adaptation.advice.cold is not None:
+        return adaptation.advice.cold
+    starts, scaling = seen.starts, state.config.scaling
+    if scaling.replicas_min == 0 or starts.failed_in_a_row < scaling.start_tries_max:
+        return None
+    if seen.serving or seen.fleet is None or seen.fleet.replicas_running:
+        return None
+    start_s = cold_start_ms(seen) / 1_000
+    why = f"{starts.failed_in_a_row} starts failed: {starts.failed_why or 'they do not say why'}"
+    after_s = coming_s(starts, 1, start_s)
+    return ColdModel(ColdPhase.FAILED, start_s, bool(starts.ended), retry_after_s=after_s, why=why)
+
+
+def _plan(
+    state: ControlState, guarded: Guarded, adaptation: Adaptation, spares: Spares, seen: Signals, signals: Signals
+) -> Plan:
     """What stands, in the form in which it is sent."""
     stands = guarded.in_force
     target, prefill = stands.get(TARGET), stands.get((Knob.PREFILL_REPLICAS, ANY))
@@ -190,5 +207,5 @@ def _plan(state: ControlState, guarded: Guarded, adaptation: Adaptation, spares:
         warm=spares.warm,
         asleep=spares.asleep,
         overrides=guarded.overrides,
-        cold=adaptation.advice.cold if adaptation.advice is not None else None,
+        cold=_cold(state, seen, adaptation),
     )

@@ -153,7 +153,23 @@ def test_a_model_that_may_not_sleep_is_never_cold() -> None:
     gate = policies.flow_context.admission
     assert not gate.is_cold(0)
     assert gate.cannot_start(0) is None
+    assert not gate.holds_for_starts
     assert gate.arrive(a_request(), 0).entry is Entry.ADMITTED
+
+
+def test_one_that_may_not_sleep_and_cannot_start_refuses_at_once_until_it_serves_or_nothing_says_so() -> None:
+    policies = the_policies(PolicyConfig(admission=AdmissionConfig(retry_after_jitter_share=0.0)))
+    gate = policies.flow_context.admission
+    tell(policies, replace(ASLEEP, phase=ColdPhase.FAILED, retry_after_s=50.0, why="no such model"))
+    refusal = gate.arrive(a_request(), 10 * SECOND).refusal
+    assert refusal is not None
+    assert (refusal.code, refusal.status, refusal.retry_after_s) == ("model_cannot_start", 503, 40.0)
+    assert "no such model" in refusal.text
+    assert gate.start_wait_ms(a_request(), 10 * SECOND) == 0
+    assert gate.arrive(a_request(1), 51 * SECOND).entry is Entry.ADMITTED, "no plan says so any more"
+    tell(policies, replace(ASLEEP, phase=ColdPhase.FAILED, retry_after_s=50.0, why="no such model"), 52 * SECOND, 2)
+    policies.update_members({"a": {"seq": 1, "state": "ready"}}, 52 * SECOND)
+    assert gate.arrive(a_request(2), 52 * SECOND).refusal is None, "one serves"
 
 
 @pytest.mark.parametrize(("priority", "waits"), [(Priority.STANDARD, True), (Priority.BATCH, False)])

@@ -367,3 +367,13 @@ def test_time_to_come_again_has_bounds_and_jitter() -> None:
 def test_values_that_cannot_be_are_refused(change: Callable[[AdmissionConfig], AdmissionConfig], field: str) -> None:
     with pytest.raises(ValueError, match=field):
         change(AdmissionConfig())
+
+
+def test_a_tenant_that_floods_and_comes_again_when_told_refuses_nobody_else() -> None:
+    fleet = Fleet(FULL)
+    door = gate(fleet)
+    told = [door.arrive(request(f"a{n}", tenant="a", fingerprint=n + 1), 0).refusal for n in range(400)]
+    refused = [r for r in told if r is not None]
+    assert len({r.retry_after_s for r in refused}) > 30, "its promises take all the room there is for half a minute"
+    assert door.arrive(request("b", tenant="b", fingerprint=1_000), 10 * SECOND).entry is Entry.QUEUED
+    assert door.arrive(request("a", tenant="a", fingerprint=1_001), 10 * SECOND).entry is Entry.REFUSED

@@ -29,7 +29,7 @@ class Fresh:
         self.model, self._rng = StepModel(PRIOR), random.Random(seed)
         self._wander, self._pace = wander, 0.0
 
-    def second(self, running: int, kv_tokens: int, prompt_tokens: int = 0) -> None:
+    def second(self, running: int, kv_tokens: int, prompt_tokens: int = 0, waiting: int = 0) -> None:
         """One second with ``running`` sequences; a prompt is computed in its first step."""
         left_ms, gaps, prompt = 1_000.0, [], prompt_tokens
         while left_ms > 0:
@@ -44,7 +44,7 @@ class Fresh:
             knobs=Knobs(wish.running_seqs_max or 128, wish.step_tokens_max or 2_048), running_seqs_hard=128,
             step_tokens_hard=2_048, running=running, kv_tokens_used=kv_tokens, steps=len(gaps),
             decode_tokens=running * len(gaps), prefill_tokens=prompt_tokens, itl=histogram(*gaps),
-            step_model=self.model.coefficients(),
+            step_model=self.model.coefficients(), waiting=waiting,
         )  # fmt: skip
 
 
@@ -98,3 +98,13 @@ def test_what_the_law_has_not_seen_moves_nothing() -> None:
     unseen = point(running_seqs_hard=128, model=replace(LAW, batch_known=False, prompts_known=False))
     assert within_reach(WIDE, NARROW, unseen, reach(waiting=9.0)) == WIDE
     assert within_reach(Knobs(), NARROW, unseen, reach(waiting=9.0)) == Knobs(128, 2_048)
+
+
+@pytest.mark.parametrize("cap", [1, 4])
+def test_a_cap_that_somebody_lowered_before_a_batch_was_seen_rises_while_requests_wait(cap: int) -> None:
+    fresh = Fresh(0)
+    fresh.replica.tuner.adopt(Knobs(cap, 2_048), 0)
+    for _ in range(60):
+        fresh.second(cap, cap * 400, waiting=5)
+    assert not fresh.model.coefficients().batch_known
+    assert (fresh.replica.tuner.wish.running_seqs_max or 128) > cap

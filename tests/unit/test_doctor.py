@@ -22,7 +22,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from deployments import launch, model, run_state
+from deployments import launch, model, preflight_looks, run_state
 from deployments.cli import cli
 from deployments.preflight import Cause
 from deployments.run_state import Identity, RunState
@@ -284,6 +284,14 @@ def test_a_ray_cluster_of_another_version_is_named(tmp_path: Path) -> None:
     assert any("is Ray 2.9.3, Tidegate is written for 2.60.0" in text for text in of(found, Cause.RAY_VERSION))
 
 
+def test_a_ray_cluster_that_ends_while_it_is_looked_at_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(["sleep", "60"]) as process:
+        gone = psutil.Process(process.pid)
+    gone.info = {"name": "gcs_server"}  # type: ignore[attr-defined]  # as `process_iter` lists it
+    monkeypatch.setattr(psutil, "process_iter", lambda _: iter([gone]))
+    assert preflight_looks.ray_heads() == ()
+
+
 def dead() -> Identity:
     with running(["sleep", "60"]) as process:
         found = Identity.of(process.pid)
@@ -383,6 +391,9 @@ def test_a_hub_model_that_may_not_be_fetched_is_named(tmp_path: Path, monkeypatc
 
 # --- limits and packages: in a process of its own ---------------------------------------------------------------------
 
+in_its_own_process = pytest.mark.timeout(480)
+"""It imports Ray: four seconds of CPU, and minutes where twenty others want the same core."""
+
 
 def found_by(command: list[str], environment: Mapping[str, str] | None = None) -> Found:
     done = subprocess.run(
@@ -398,12 +409,14 @@ def the_command(file: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@in_its_own_process
 def test_a_low_limit_of_open_files_is_named(tmp_path: Path) -> None:
     found = found_by(["sh", "-c", 'ulimit -n 1024; exec "$@"', "sh", *the_command(config(tmp_path))])
     assert "only 1024 files may be open (ulimit -Hn), HAProxy needs 9000" in of(found, Cause.OPEN_FILES)[0]
 
 
 @pytest.mark.slow
+@in_its_own_process
 def test_a_full_disk_and_a_small_dev_shm_are_named(tmp_path: Path) -> None:
     """In a mount namespace of its own. This checkout may lie in /tmp, so runs get another folder there."""
     small = tmp_path / "small"
@@ -423,6 +436,7 @@ def test_a_full_disk_and_a_small_dev_shm_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@in_its_own_process
 def test_packages_that_are_not_installed_are_named(tmp_path: Path) -> None:
     """The same packages but for two, found through links: no site-packages, and no HAProxy on the PATH."""
     links = tmp_path / "packages"

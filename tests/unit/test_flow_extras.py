@@ -35,10 +35,13 @@ from policies.events import (
     UpstreamFailed,
     UpstreamFailure,
     Usage,
+    WaitedOut,
+    WaitForReplica,
 )
 from policies.flow import RequestFlow
+from policies.steering import ColdModel, ColdPhase
 from policies.tasks import TaskLimits
-from policies.types import Priority, Reason, RouteChoice
+from policies.types import Mode, Plan, Priority, Reason, RouteChoice
 from tests.unit.test_flow import (
     ANSWERED,
     CONNECT,
@@ -56,6 +59,22 @@ from tests.unit.test_flow import (
     routed,
     routes_without,
 )  # fmt: skip
+
+
+def test_who_waited_for_a_replica_is_told_why_none_starts() -> None:
+    policies = a_policies()
+    case = Case(policies)
+    assert case.after(Arrived(), routed()) == [WaitForReplica(WAIT_MS)]
+    cold = ColdModel(ColdPhase.FAILED, 50.0, measured=True, retry_after_s=50.0, why="no such model")
+    policies.plan_follower.receive(Plan("e", 1, 10_000.0, Mode.ACT, replicas_target=1, cold=cold), 0)
+    effects = case.after(WaitedOut(), now_ns=500 * MS)
+    error = error_of(effects)
+    assert (error.status, error.code) == (503, "model_cannot_start")
+    assert "no such model" in error.message
+    assert error.retry_after_s is not None
+    assert error.retry_after_s >= 49.5
+    assert case.nothing_held()
+
 
 # --- waiting for its turn ---------------------------------------------------------------------------------------------
 

@@ -117,4 +117,31 @@ def test_what_is_over_is_forgotten_and_what_is_remembered_is_bounded() -> None:
     assert len(book) == PROMISES_MAX
     assert book.put(PROMISES_MAX + 9, now_ns=NOW + 200 * SECOND) == 1.0
     assert len(book) == 1
-    assert len(book._taken) == 1
+    assert len(book._taken.by_second) == 1
+
+
+def test_a_tenant_counts_no_more_of_others_promises_than_its_weight_says() -> None:
+    book = Book()
+    for n in range(1, 13):
+        book.give(n, Priority.STANDARD, 425, 0.0, lambda _: RATE, 60.0, NOW, "flood", 1.0)
+    assert book.ahead(Priority.STANDARD, 10.0, NOW, "flood", 1.0, 100) == 12 * 425
+    assert book.ahead(Priority.STANDARD, 10.0, NOW, "other", 1.0, 100) == 100
+    assert book.ahead(Priority.STANDARD, 10.0, NOW, "other", 2.0, 100) == 50
+    book.give(20, Priority.STANDARD, 425, 0.0, lambda _: RATE, 60.0, NOW, "other", 1.0)
+    assert book.ahead(Priority.STANDARD, 10.0, NOW, "other", 1.0, 100) == 425 + 525, "its own come first as well"
+
+
+def test_nothing_is_kept_of_tenants_whose_promises_are_over() -> None:
+    book = Book()
+    for n in range(1, 50):
+        book.give(n, Priority.STANDARD, 425, 0.0, lambda _: RATE, 60.0, NOW, f"t{n}", 0.1)
+    assert book.redeem(1, NOW + SECOND)
+    book.put(100, now_ns=NOW + 300 * SECOND)
+    assert list(book._tenants) == [""]
+    assert book.ahead(Priority.STANDARD, 60.0, NOW + 300 * SECOND, "new", 1.0, 10) <= 10
+
+
+def test_a_request_far_larger_than_what_is_served_takes_no_room_beyond_the_longest_time() -> None:
+    book = Book()
+    assert book.put(1, tokens=1_000_000, rate=1.0) == 1.0
+    assert len(book._taken.by_second) <= 61

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from autoscaling.recommend import ReplicaScaler
 from autoscaling.warm import HALF_LIFE_S, PRIOR_S, Want, WarmPool
 from policies.config import ControlConfig, PolicyConfig, PricesConfig, ScalingConfig
+from policies.control.loop import ControlState, tick
 from policies.control.pool import Spares
 from policies.control.scaler import ScaleAdvice
 from policies.control.signals import SignalBook
@@ -84,8 +86,8 @@ def test_a_day_later_it_counts_half() -> None:
     want.add(0.5, 1, 10.0, 30.0, 1, 0)
     want.add(4.0, 1, 10.0, 30.0, 1, SECOND_NS)
     before = want.saved[0]
-    for tick in range(1, round(HALF_LIFE_S / 10) + 1):
-        want.add(0.5, 1, 10.0, 30.0, 1, SECOND_NS + tick * 10 * SECOND_NS)
+    for ten in range(1, round(HALF_LIFE_S / 10) + 1):
+        want.add(0.5, 1, 10.0, 30.0, 1, SECOND_NS + ten * 10 * SECOND_NS)
     assert want.saved[0] == pytest.approx(before / 2, rel=0.01)
 
 
@@ -165,6 +167,21 @@ def test_somebody_else_s_number_is_seen_without_ours() -> None:
     world.total = 5
     world.second()
     assert world.hot_counts[1] == 4
+
+
+@pytest.mark.parametrize("total", [1, 2, 4])
+def test_a_controller_that_is_replaced_asks_for_no_more_than_the_one_before(total: int) -> None:
+    config = PolicyConfig(scaling=ScalingConfig(replicas_max=6, warm_min=1, warm_max=1))
+    state = ControlState(config, ReplicaScaler(config), "e", pool=WarmPool(config))
+    asked = []
+    for second in range(1, 6):
+        now_ns = second * SECOND_NS
+        for n in range(total):
+            state.receive_replica(replica_report(f"r{n}", second), now_ns)
+        state.receive_gateway(gateway_report(seq=second, arrivals=1), now_ns)
+        state.receive_fleet(FleetView(total, total, 1, 6), now_ns)
+        asked.append(tick(state, now_ns).plan.replicas_total)
+    assert asked == [max(2, total)] * 5
 
 
 def test_in_shadow_mode_it_is_written_down_and_nobody_stands_by() -> None:

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from policies.config import BatchingConfig, ControlConfig, PolicyConfig, RoutingConfig, ScalingConfig
+from policies.control.joint import COLD_START_MS
 from policies.control.loop import ControlState, tick
 from policies.control.scaler import ScaleAdvice
 from policies.control.signals import GATEWAYS_MAX, REPLICAS_MAX, Signals
 from policies.control.turns import PER_TICK
+from policies.measures import StartPhase, StartReport
+from policies.steering import ColdModel, ColdPhase
 from policies.step_model import predict_step_ms
 from policies.types import FleetView, Knobs, Mode, Reason
 from tests.unit.control.fleet import (
@@ -391,3 +394,30 @@ def test_the_result_of_the_last_tick_is_kept() -> None:
     assert state.last is None
     result: Any = tick(state, 0)
     assert state.last is result
+
+
+# --- starts that fail -------------------------------------------------------------------------------------------------
+
+
+def test_gateways_are_told_that_a_model_that_may_not_sleep_cannot_start_while_nobody_serves_it() -> None:
+    state = ControlState(CONFIG, FixedScaler(), "epoch")
+
+    def at(second: int, running: int, *failed: str) -> ColdModel | None:
+        now_ns = second * SECOND_NS
+        for name in failed:
+            state.receive_start(StartReport(name, "m", StartPhase.LOAD, 1_000.0, failed="no such model"), now_ns)
+        for i in range(running):
+            state.receive_replica(replica_report(f"r{i}", second), now_ns)
+        state.receive_gateway(gateway_report(seq=second), now_ns)
+        state.receive_fleet(FleetView(running, 1, 1, 4), now_ns)
+        return tick(state, now_ns).plan.cold
+
+    assert at(1, 0, "a", "b") is None
+    assert at(2, 1, "c") is None, "one serves"
+    cold = at(60, 0)
+    assert cold is not None
+    assert (cold.phase, cold.why) == (ColdPhase.FAILED, "3 starts failed: no such model")
+    assert cold.retry_after_s == COLD_START_MS / 1_000
+    ready = StartReport("d", "m", StartPhase.FIRST_TOKEN, 9_000.0)
+    state.receive_start(ready, 61 * SECOND_NS)
+    assert at(61, 0) is None, "one started"
