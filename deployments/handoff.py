@@ -44,9 +44,12 @@ LEG_BYTES_MAX = 4_000_000
 """Of a prefill replica's answer: ids of blocks, a few bytes for each."""
 _DROPPED = (
     "stream_options", "n", "best_of", "min_tokens", "logprobs", "top_logprobs", "response_format", "structured_outputs",
-    "return_token_ids", "max_completion_tokens",
+    "return_token_ids", "max_completion_tokens", "logprob_token_ids",
 )  # fmt: skip
 """Fields that say nothing about the prompt."""
+_NO_BLOCKS = {"do_remote_decode": False, "do_remote_prefill": False}
+"""Nothing to keep, nothing to pull. Not ``null``: vLLM then takes what the client's ``vllm_xargs`` have by the name of
+:data:`PARAMS`, and an engine whose connector finds a text there ends."""
 
 
 class Handoff:
@@ -208,14 +211,20 @@ class Handoff:
 
 def no_params(endpoint: Endpoint) -> dict[str, Any]:
     """What is written over a client's own, with which engines would keep blocks for nobody or ask any address."""
-    return {PARAMS: None} if endpoint.generates else {}
+    return {PARAMS: _NO_BLOCKS} if endpoint.generates else {}
 
 
 def suits(fields: Mapping[str, Any], endpoint: Endpoint) -> bool:
-    """Whether a request's cache can be handed over: one prompt, one answer, at an endpoint whose answers carry it."""
+    """Whether a request's cache can be handed over: one prompt, one answer, at an endpoint whose answers carry it.
+
+    Not one that the engine is to cut: ``truncate_prompt_tokens: -1`` cuts it to what ``max_tokens`` leaves, which is
+    more for the one token of the first leg. The blocks would be those of another prompt.
+    """
     if endpoint.path not in (CHAT_PATH, COMPLETIONS_PATH) or choices_of(dict(fields), endpoint) != 1:
         return False
-    if any(fields.get(name) for name in ("best_of", "echo", "use_beam_search", "prompt_logprobs")):
+    if any(fields.get(name) for name in ("best_of", "echo", "use_beam_search")):
+        return False
+    if any(fields.get(name) is not None for name in ("prompt_logprobs", "truncate_prompt_tokens")):
         return False
     return fields.get("tool_choice") in (None, "auto", "none")
 
