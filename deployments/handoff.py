@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,6 +28,7 @@ from deployments.attempt import Dispatched
 from deployments.clock import now_ns
 from deployments.endpoints import Endpoint
 from deployments.prompt import choices_of
+from deployments.relay import usage_of
 from deployments.resume_plan import CHAT_PATH, COMPLETIONS_PATH, splice
 from deployments.upstream import UpstreamBrokenError
 from policies.events import Event, RefusalKind, ReplicaRefused, ResponseStarted, Usage
@@ -62,6 +64,8 @@ class Handoff:
         self._params: Mapping[str, Any] | None = None
         """Of the blocks that wait at the prefill replica."""
         self._prefill_id: ReplicaId = ""
+        self._cached_there = 0
+        """Prompt tokens that the prefill replica had and did not compute."""
 
     # --- the first leg ------------------------------------------------------------------------------------------------
 
@@ -111,7 +115,8 @@ class Handoff:
             async with asyncio.timeout(self._config.prefill_timeout_ms / 1_000):
                 event = await attempt.open(self._inbound.endpoint.path, body, request.request_id, record.trace)
                 if isinstance(event, ResponseStarted) and event.status == 200:
-                    self._params = params_of(await attempt.exchange.read_all(LEG_BYTES_MAX))
+                    answer = await attempt.exchange.read_all(LEG_BYTES_MAX)
+                    self._params, self._cached_there = params_of(answer), usage_of(answer).cached_tokens or 0
             if self._params is not None:
                 failed, self._prefill_id = None, prefill_id
         except TimeoutError:
@@ -198,10 +203,16 @@ class Handoff:
             if self._inbound.request.stream or not self._core.policies.fleet.takes(self._prefill_id, now_ns()):
                 return None
 
-    def ended(self, usage: Usage) -> None:
-        """The answer is complete: did its engine pull?"""
-        if self._inbound.record.split_code == SplitCode.SPLIT and usage.cached_tokens == 0:
+    def spent(self, usage: Usage) -> Usage:
+        """The answer is complete: did its engine pull? ``usage`` as it is counted and charged.
+
+        To the decode engine all that it pulled is cached; the prefill replica computed it all the same.
+        """
+        if self._inbound.record.split_code != SplitCode.SPLIT or usage.cached_tokens is None:
+            return usage
+        if usage.cached_tokens == 0:
             self._note(SplitCode.RECOMPUTED)
+        return replace(usage, cached_tokens=min(usage.cached_tokens, self._cached_there))
 
     def _note(self, code: SplitCode) -> None:
         """What became of the request. A fallback takes the place of ``split``; all are counted."""

@@ -228,6 +228,16 @@ async def test_an_engine_that_computed_after_all_is_told() -> None:
         assert record["disaggregation"] == "recomputed"
 
 
+@pytest.mark.parametrize(("there", "cached"), [(None, 0), (0, 0), (30, 30), (100, 100)])
+async def test_a_tenant_is_charged_for_what_the_prefill_replica_computed(there: int | None, cached: int) -> None:
+    async with a_pair() as pair:
+        usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": there}}
+        pair.prefill.leg = answered({PARAMS: BLOCKS, "usage": usage if there is not None else {}})
+        _, record = await pair.ask()
+        assert (record["prompt_tokens"], record["cached_tokens"]) == (100, cached)
+        assert record["disaggregation"] == "split"
+
+
 @pytest.mark.parametrize("where", ["prefill", "decode"])
 async def test_a_client_that_leaves_leaves_nothing_behind(where: str) -> None:
     async with a_pair(prefill_timeout_ms=60_000.0, pull_timeout_ms=20_000.0) as pair:
