@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,15 @@ def without_own_ports(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def ask(client: ControlClient) -> list[Finding]:
-    """Ask a gateway what it and the controller know, and say what is wrong, errors first."""
+    """Ask a gateway what it and the controller know of each model, and say what is wrong, errors first."""
     try:
-        return by_level(judge_overview(client.get("/control/overview")))
+        first = client.get("/control/overview")
+        found = list(judge_overview(first))
+        for name in first["models"]:
+            if name != first["model"]:
+                other = judge_overview(client.get("/control/overview", {"model": name}))
+                found += [replace(finding, what=f"model {name}: {finding.what}") for finding in other]
+        return by_level(found)
     except ControlError as error:
         cause, todo = _UNANSWERED.get(error.status, ("gateway", "look at the gateway's log"))
         return [Finding(Level.ERROR, cause, str(error), todo)]

@@ -410,7 +410,7 @@ class RequestDriver:
                 return await self._close_finished(journal, tail)
             return self._broken(UpstreamFailure.PROTOCOL)
         exchange.close()
-        self._usage = usage_of(end)
+        self._usage = self._handoff.spent(usage_of(end))
         self.client_since_ns = now_ns()
         await self._sink.end()
         return ResponseEnded(self._usage, stream_error)
@@ -420,7 +420,7 @@ class RequestDriver:
         self._abort()
         closing = journal.closing()
         tail.chunks.append(closing)
-        self._usage = usage_of(tail.bytes())
+        self._usage = self._handoff.spent(usage_of(tail.bytes()))
         self.client_since_ns = now_ns()
         await self._sink.body(closing)
         await self._sink.end()
@@ -479,7 +479,6 @@ class RequestDriver:
         for effect in effects:
             if isinstance(effect, SendError):
                 self._status = effect.status
-        self._handoff.ended(usage)
         record.status = keep_alive.status_sent(self._sink, self._status)
         record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
         record.output_tokens = self._output_tokens

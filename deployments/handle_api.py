@@ -23,6 +23,7 @@ import msgspec
 
 from deployments.auth import ANYBODY, Principal
 from deployments.clock import now_ns
+from deployments.core import GatewayCore
 from deployments.driver import Interrupt, RequestDriver
 from deployments.endpoints import RELAYED, Endpoint
 from deployments.errors import GatewayError, bad_request, engine_error
@@ -159,7 +160,7 @@ class HandleApi:
         something of the request (``x-tidegate-task`` ...).
         """
         self._core.check_loop()
-        with self._counted(path, tenant):
+        with self._counted(path, tenant, self._core):
             caller = _Caller.of(tenant, headers)
             endpoint, raw = RELAYED[path], encode_body(body, self._core.settings.gateway.body_bytes_max)
         if endpoint.streams and body.get("stream") is True:
@@ -169,19 +170,20 @@ class HandleApi:
         return sink.value()
 
     def _driver(self, endpoint: Endpoint, raw: bytes, sink: CollectSink | QueueSink, caller: _Caller) -> RequestDriver:
-        with self._counted(endpoint.path, caller.principal.tenant):
-            core = self._served.core_of(raw)
+        core = self._served.core_of(raw)
+        with self._counted(endpoint.path, caller.principal.tenant, core):
             inbound = core.parse(raw, endpoint, now_ns(), new_request_id(), caller.principal, caller.headers)
         return RequestDriver(core, inbound, sink)
 
+    @staticmethod
     @contextlib.contextmanager
-    def _counted(self, path: str, tenant: object) -> Iterator[None]:
-        """A call that is refused inside ends here, as any request ends."""
+    def _counted(path: str, tenant: object, core: GatewayCore) -> Iterator[None]:
+        """A call that is refused inside ends here, as any request of ``core``'s model ends."""
         record = RequestRecord(new_request_id(), path, now_ns(), tenant=str(tenant)[:TENANT_CHARS_SHOWN])
         try:
             yield
         except GatewayError as error:
-            self._core.ended_early(record, Outcome.REFUSED, error.code or "bad_request", error.status)
+            core.ended_early(record, Outcome.REFUSED, error.code or "bad_request", error.status)
             raise
 
     async def _stream(self, endpoint: Endpoint, raw: bytes, caller: _Caller) -> AsyncGenerator[dict[str, Any], None]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,6 +28,7 @@ from deployments.attempt import Dispatched
 from deployments.clock import now_ns
 from deployments.endpoints import Endpoint
 from deployments.prompt import choices_of
+from deployments.relay import usage_of
 from deployments.resume_plan import CHAT_PATH, COMPLETIONS_PATH, splice
 from deployments.upstream import UpstreamBrokenError
 from policies.events import Event, RefusalKind, ReplicaRefused, ResponseStarted, Usage
@@ -44,9 +46,12 @@ LEG_BYTES_MAX = 4_000_000
 """Of a prefill replica's answer: ids of blocks, a few bytes for each."""
 _DROPPED = (
     "stream_options", "n", "best_of", "min_tokens", "logprobs", "top_logprobs", "response_format", "structured_outputs",
-    "return_token_ids", "max_completion_tokens",
+    "return_token_ids", "max_completion_tokens", "logprob_token_ids",
 )  # fmt: skip
 """Fields that say nothing about the prompt."""
+_NO_BLOCKS = {"do_remote_decode": False, "do_remote_prefill": False}
+"""Nothing to keep, nothing to pull. Not ``null``: vLLM then takes what the client's ``vllm_xargs`` have by the name of
+:data:`PARAMS`, and an engine whose connector finds a text there ends."""
 
 
 class Handoff:
@@ -59,6 +64,8 @@ class Handoff:
         self._params: Mapping[str, Any] | None = None
         """Of the blocks that wait at the prefill replica."""
         self._prefill_id: ReplicaId = ""
+        self._cached_there = 0
+        """Prompt tokens that the prefill replica had and did not compute."""
 
     # --- the first leg ------------------------------------------------------------------------------------------------
 
@@ -108,7 +115,8 @@ class Handoff:
             async with asyncio.timeout(self._config.prefill_timeout_ms / 1_000):
                 event = await attempt.open(self._inbound.endpoint.path, body, request.request_id, record.trace)
                 if isinstance(event, ResponseStarted) and event.status == 200:
-                    self._params = params_of(await attempt.exchange.read_all(LEG_BYTES_MAX))
+                    answer = await attempt.exchange.read_all(LEG_BYTES_MAX)
+                    self._params, self._cached_there = params_of(answer), usage_of(answer).cached_tokens or 0
             if self._params is not None:
                 failed, self._prefill_id = None, prefill_id
         except TimeoutError:
@@ -195,10 +203,16 @@ class Handoff:
             if self._inbound.request.stream or not self._core.policies.fleet.takes(self._prefill_id, now_ns()):
                 return None
 
-    def ended(self, usage: Usage) -> None:
-        """The answer is complete: did its engine pull?"""
-        if self._inbound.record.split_code == SplitCode.SPLIT and usage.cached_tokens == 0:
+    def spent(self, usage: Usage) -> Usage:
+        """The answer is complete: did its engine pull? ``usage`` as it is counted and charged.
+
+        To the decode engine all that it pulled is cached; the prefill replica computed it all the same.
+        """
+        if self._inbound.record.split_code != SplitCode.SPLIT or usage.cached_tokens is None:
+            return usage
+        if usage.cached_tokens == 0:
             self._note(SplitCode.RECOMPUTED)
+        return replace(usage, cached_tokens=min(usage.cached_tokens, self._cached_there))
 
     def _note(self, code: SplitCode) -> None:
         """What became of the request. A fallback takes the place of ``split``; all are counted."""
@@ -208,14 +222,20 @@ class Handoff:
 
 def no_params(endpoint: Endpoint) -> dict[str, Any]:
     """What is written over a client's own, with which engines would keep blocks for nobody or ask any address."""
-    return {PARAMS: None} if endpoint.generates else {}
+    return {PARAMS: _NO_BLOCKS} if endpoint.generates else {}
 
 
 def suits(fields: Mapping[str, Any], endpoint: Endpoint) -> bool:
-    """Whether a request's cache can be handed over: one prompt, one answer, at an endpoint whose answers carry it."""
+    """Whether a request's cache can be handed over: one prompt, one answer, at an endpoint whose answers carry it.
+
+    Not one that the engine is to cut: ``truncate_prompt_tokens: -1`` cuts it to what ``max_tokens`` leaves, which is
+    more for the one token of the first leg. The blocks would be those of another prompt.
+    """
     if endpoint.path not in (CHAT_PATH, COMPLETIONS_PATH) or choices_of(dict(fields), endpoint) != 1:
         return False
-    if any(fields.get(name) for name in ("best_of", "echo", "use_beam_search", "prompt_logprobs")):
+    if any(fields.get(name) for name in ("best_of", "echo", "use_beam_search")):
+        return False
+    if any(fields.get(name) is not None for name in ("prompt_logprobs", "truncate_prompt_tokens")):
         return False
     return fields.get("tool_choice") in (None, "auto", "none")
 

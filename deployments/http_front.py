@@ -21,6 +21,7 @@ from deployments.auth import CHALLENGE, Authenticator, require
 from deployments.clients import ClientRule, check_site
 from deployments.clock import now_ns
 from deployments.control_api import BODY_BYTES_MAX as OWN_BODY_BYTES_MAX
+from deployments.core import GatewayCore
 from deployments.dashboard_page.serving import load_page
 from deployments.driver import Interrupt, RequestDriver
 from deployments.endpoints import OPEN, RELAYED, Dialect, allowed_methods, label_of, scope_needed
@@ -116,7 +117,8 @@ class HttpFront:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._core.check_loop()
+        core = self._core
+        core.check_loop()
         arrival_ns = now_ns()
         path = _path(scope)
         endpoint = RELAYED.get(path)
@@ -154,13 +156,13 @@ class HttpFront:
                 answer = await self._own.answer(path, scope.get("query_string", b""), principal.tenant)
                 await _send_answer(send, answer, request_id, head=method == "HEAD")
         except GatewayError as error:
-            await self._refuse(sink, error, record, path)
+            await self._refuse(sink, error, record, path, core)
         except ClientLeftError:
             return
         except Exception:
             logger.exception("Request %s failed in the gateway.", request_id)
             if not sink.started:
-                self._core.ended_early(record, Outcome.FAILED, "gateway_error", 502)
+                core.ended_early(record, Outcome.FAILED, "gateway_error", 502)
                 why = f"The gateway failed while it handled the request; its log has the reason under {request_id}."
                 unexpected = GatewayError(502, "server_error", "gateway_error", why)
                 await sink.error(unexpected, [_id_header(request_id), CLOSE])
@@ -189,7 +191,9 @@ class HttpFront:
             self._core.ended_early(record, Outcome.CANCELLED, "client_gone", None)
             raise
 
-    async def _refuse(self, sink: HttpSink, error: GatewayError, record: RequestRecord, path: str) -> None:
+    async def _refuse(
+        self, sink: HttpSink, error: GatewayError, record: RequestRecord, path: str, core: GatewayCore
+    ) -> None:
         headers = [_id_header(record.request_id)]
         if error.status == 405:
             headers.append((b"allow", ", ".join(allowed_methods(path)).encode()))
@@ -197,7 +201,7 @@ class HttpFront:
             headers.append(CHALLENGE)
         if error.status in {401, 408, 413}:
             headers.append(CLOSE)
-        self._core.ended_early(record, Outcome.REFUSED, error.code or "bad_request", error.status)
+        core.ended_early(record, Outcome.REFUSED, error.code or "bad_request", error.status)
         with contextlib.suppress(ConnectionError):
             await sink.error(error, headers)
 

@@ -202,4 +202,15 @@ def split_problems(model: ModelSettings, split: DisaggregationConfig, replicas_m
             found.append(f"{where}: {own[name]!r}: must be {value!r} with disaggregation.enabled; remove it")
     if not isinstance(own, dict):
         found.append(f"model.engine_args.kv_transfer_config: {own!r}: must be a section")
+        return found
+    extra, where = (
+        own.get("kv_connector_extra_config", {}),
+        "model.engine_args.kv_transfer_config.kv_connector_extra_config",
+    )
+    if not isinstance(extra, dict):
+        found.append(f"{where}: {extra!r}: must be a section")
+    elif extra.get("bidirectional_kv_xfer"):
+        found.append(
+            f"{where}.bidirectional_kv_xfer: each answer would keep its blocks, and nobody asks for them; remove it"
+        )
     return found

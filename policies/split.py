@@ -4,8 +4,9 @@ Roles are labels: every engine can do both, so a role changes from one request t
 
     prefill replicas = the n members of highest rendezvous score       n: plan, else configuration; at most members - 1
 
-All gateways name the same ones without talking, and when one leaves, the others keep their roles. The rest decode, and
-do everything else as well. One request is split where
+Members that stand by (``Plan.warm``) are none: nobody sends to them. All gateways name the same ones without talking,
+and when one leaves, the others keep their roles. The rest decode, and do everything else as well. One request is split
+where
 
     its prompt has uncached_tokens_min uncached tokens at the best decode replica, or more,
     a prefill replica takes requests, and so does a decode replica,
@@ -77,7 +78,7 @@ class Roles:
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config.disaggregation
-        self._drawn: tuple[Collection[ReplicaId], int] = ((), 0)
+        self._drawn: tuple[Collection[ReplicaId], int, frozenset[ReplicaId]] = ((), 0, frozenset())
         self._prefill: frozenset[ReplicaId] = frozenset()
 
     def prefill(self, members: Collection[ReplicaId], plan: Plan | None) -> frozenset[ReplicaId]:
@@ -85,10 +86,12 @@ class Roles:
         if not self._config.enabled:
             return frozenset()
         asked = plan.prefill_replicas if plan is not None else None
-        count = max(0, min(self._config.prefill_replicas if asked is None else asked, len(members) - 1))
-        if self._drawn[0] is not members or self._drawn[1] != count:
-            self._drawn = members, count
-            self._prefill = frozenset(sorted(members, key=lambda r: (-score(ROLES_KEY, r), r))[:count])
+        asked = self._config.prefill_replicas if asked is None else asked
+        warm = plan.warm if plan is not None else frozenset()
+        if self._drawn[0] is not members or self._drawn[1:] != (asked, warm):
+            self._drawn = members, asked, warm
+            able = sorted((r for r in members if r not in warm), key=lambda r: (-score(ROLES_KEY, r), r))
+            self._prefill = frozenset(able[: max(0, min(asked, len(able) - 1))])
         return self._prefill
 
 

@@ -19,9 +19,11 @@ class Gateway(JsonHandler):
     """Gives ``answer`` to whatever is asked."""
 
     answer: tuple[int, Any] = (200, {})
+    of_other: Any = None
+    """Overview of the model ``org/b``."""
 
     def do_GET(self) -> None:  # noqa: N802  (the base class's name)
-        self.send(*self.answer)
+        self.send(*((200, self.of_other) if self.path.endswith("?model=org%2Fb") else self.answer))
 
 
 @pytest.fixture
@@ -83,6 +85,15 @@ def test_a_blind_controller_and_no_replica_are_named() -> None:
     found = {finding.cause: finding.text for finding in doctor.judge_overview(overview)}
     assert "no replica runs, 1 are wanted" in found["no_replica"]
     assert "hears too little to decide" in found["signals_lost"]
+
+
+def test_each_model_is_looked_at(url: str) -> None:
+    first, other = an_overview(1), an_overview(0, 0)
+    first["conditions"]["active"] = []
+    first["models"] = other["models"] = [first["model"], "org/b"]
+    other["fleet"] = {"replicas_running": 0, "replicas_target": 1, "unschedulable": 0}
+    Gateway.answer, Gateway.of_other = (200, first), other | {"model": "org/b"}
+    assert "model org/b: no replica runs, 1 are wanted" in causes_at(url)["no_replica"]
 
 
 def test_a_well_fleet_has_no_finding(url: str) -> None:

@@ -20,6 +20,7 @@ from tests.unit.gateway_bench import CHAT, Client, a_call, a_core, an_inbound, n
 from tests.unit.test_relay import Server, server
 
 BLOCKS = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "e"}
+NOTHING = {"do_remote_decode": False, "do_remote_prefill": False}
 PROMPT = [{"role": "user", "content": "long " * 100}]
 SPLIT = {"enabled": True, "uncached_tokens_min": 32, "prefill_timeout_ms": 300.0, "pull_timeout_ms": 300.0}
 
@@ -58,7 +59,7 @@ class Engine:
         reply: bytes | None = b""
         if params.get("do_remote_decode"):
             reply = self.leg
-        elif params:
+        elif params.get("do_remote_prefill"):
             reply = self.pulls
         await asyncio.sleep(self.pause_s)
         if reply is None:
@@ -107,11 +108,13 @@ def counted(core: GatewayCore, code: SplitCode) -> bool:
 
 async def test_prompt_goes_to_one_replica_and_the_answer_comes_from_the_other() -> None:
     async with a_pair() as pair:
-        client, record = await pair.ask(max_tokens=50, min_tokens=5, temperature=0)
+        client, record = await pair.ask(
+            max_tokens=50, min_tokens=5, temperature=0, logprobs=True, logprob_token_ids=[1]
+        )
         assert client.complete
         (leg,), (answer,) = pair.prefill.bodies, pair.decode.bodies
         assert (leg["max_tokens"], leg["stream"], leg["messages"]) == (1, False, PROMPT)
-        assert "min_tokens" not in leg
+        assert not {"min_tokens", "logprobs", "logprob_token_ids"} & leg.keys()
         assert leg[PARAMS] == {"do_remote_decode": True, "do_remote_prefill": False}
         assert (answer["max_tokens"], answer["stream"], answer[PARAMS]) == (50, True, BLOCKS)
         assert record["disaggregation"] == "split"
@@ -130,10 +133,12 @@ async def test_a_short_prompt_is_not_split_and_goes_where_answers_are_written() 
             assert (record["disaggregation"], record["replicas"]) == ("short_prompt", [pair.decode.name])
 
 
-async def test_a_client_cannot_name_blocks_itself() -> None:
+@pytest.mark.parametrize("fields", [{PARAMS: {"do_remote_decode": True}}, {"vllm_xargs": {PARAMS: "text"}}])
+async def test_a_client_cannot_name_blocks_itself(fields: dict[str, Any]) -> None:
     async with a_pair() as pair:
-        await pair.ask(messages=[{"role": "user", "content": "hi"}], **{PARAMS: {"do_remote_decode": True}})
-        assert pair.decode.bodies[-1][PARAMS] is None
+        await pair.ask(messages=[{"role": "user", "content": "hi"}], **fields)
+        sent = pair.decode.bodies[-1][PARAMS]
+        assert sent == NOTHING, "an empty value gives way to vllm_xargs"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +158,7 @@ async def test_whatever_the_prefill_replica_does_the_request_is_answered(leg: by
         assert client.complete
         assert (record["disaggregation"], record["outcome"]) == (code.value, "succeeded")
         assert record["prefill_replica"] is None
-        assert [body[PARAMS] for body in pair.decode.bodies] == [None]
+        assert [body[PARAMS] for body in pair.decode.bodies] == [NOTHING]
         assert counted(pair.core, code)
 
 
@@ -199,7 +204,7 @@ async def test_a_decode_replica_that_cannot_pull_is_asked_to_compute(pulls: byte
         client, record = await pair.ask()
         assert client.complete
         assert (record["disaggregation"], record["outcome"]) == (code.value, "succeeded")
-        assert [body[PARAMS] for body in pair.decode.bodies] == [BLOCKS, None]
+        assert [body[PARAMS] for body in pair.decode.bodies] == [BLOCKS, NOTHING]
         assert record["ends"] == ["prefill", code.value, "ok"]
 
 
@@ -221,6 +226,16 @@ async def test_an_engine_that_computed_after_all_is_told() -> None:
         pair.decode.cached = 0
         _, record = await pair.ask()
         assert record["disaggregation"] == "recomputed"
+
+
+@pytest.mark.parametrize(("there", "cached"), [(None, 0), (0, 0), (30, 30), (100, 100)])
+async def test_a_tenant_is_charged_for_what_the_prefill_replica_computed(there: int | None, cached: int) -> None:
+    async with a_pair() as pair:
+        usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": there}}
+        pair.prefill.leg = answered({PARAMS: BLOCKS, "usage": usage if there is not None else {}})
+        _, record = await pair.ask()
+        assert (record["prompt_tokens"], record["cached_tokens"]) == (100, cached)
+        assert record["disaggregation"] == "split"
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])
@@ -250,6 +265,8 @@ async def test_a_client_that_leaves_leaves_nothing_behind(where: str) -> None:
         ("/v1/completions", {"prompt": [1, 2]}, True),
         ("/v1/completions", {"prompt": ["one", "two"]}, False),
         ("/v1/completions", {"prompt": "text", "echo": True}, False),
+        (CHAT, {"prompt_logprobs": 0}, False),
+        (CHAT, {"truncate_prompt_tokens": -1}, False),
         ("/v1/responses", {}, False),
         ("/v1/messages", {}, False),
     ],

@@ -11,6 +11,7 @@ import pytest
 from deployments.kv_transfer import PORT_VARIABLE, open_side_channel, transfer_arguments
 from deployments.settings import Settings, SettingsError
 
+BOTH_WAYS = "bidirectional_kv_xfer"
 ON = {"disaggregation": {"enabled": True, "lease_s": 20}}
 
 
@@ -50,6 +51,14 @@ def test_more_of_the_connector_may_be_set() -> None:
         (
             {"model": {"engine_args": {"kv_transfer_config": {"kv_role": "kv_producer"}}}},
             "kv_transfer_config.kv_role: 'kv_producer': must be 'kv_both'",
+        ),
+        (
+            {"model": {"engine_args": {"kv_transfer_config": {"kv_connector_extra_config": None}}}},
+            "kv_connector_extra_config: None: must be a section",
+        ),
+        (
+            {"model": {"engine_args": {"kv_transfer_config": {"kv_connector_extra_config": {BOTH_WAYS: True}}}}},
+            f"kv_connector_extra_config.{BOTH_WAYS}: each answer would keep its blocks",
         ),
         ({"model": {"stuck_after_s": 15.0}}, "pull_timeout_ms: 15000: must be below model.stuck_after_s (15 s)"),
         ({"disaggregation": {"prefill_replicas": 3}}, "has no effect because disaggregation.enabled is false"),

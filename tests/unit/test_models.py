@@ -11,11 +11,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dashboards.catalogue import ALL, OF_APPLICATION, Source
+from deployments.auth import Authenticator
+from deployments.clients import ClientRule
 from deployments.control_desk import DecisionFilter
 from deployments.controller import Controller
 from deployments.controller_actor import ControllerActor
 from deployments.core import GatewayCore
 from deployments.errors import GatewayError
+from deployments.handle_api import HandleApi
+from deployments.http_front import HttpFront
 from deployments.openapi import OF_ONE_MODEL, describe
 from deployments.own_answers import OwnAnswers
 from deployments.served import Served
@@ -183,6 +187,27 @@ async def test_the_last_model_of_a_body_that_is_served_takes_it_else_the_first(
     served: Served, body: bytes, model: str
 ) -> None:
     assert named(served.core_of(body)) == model
+
+
+async def test_what_is_refused_before_it_has_a_driver_counts_for_the_model_it_names(served: Served) -> None:
+    body = {"model": "org/b", "prompt": "x", "stream": 5}
+
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop()
+
+    async def send(message: object) -> None:
+        pass
+
+    front = HttpFront(served, ClientRule("any", ""), Authenticator(served.first.settings.auth), OwnAnswers(served, 0))
+    await front({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
+    with pytest.raises(GatewayError):
+        await HandleApi(served).call("/v1/completions", body)
+    pages = {name: core.meter.telemetry.render().decode() for name, core in served.cores.items()}
+    assert 'tidegate_requests_total{endpoint="/v1/completions",outcome="refused"' not in pages["a"]
+    (line,) = [row for row in pages["org/b"].splitlines() if row.startswith("tidegate_requests_total{")]
+    assert line.endswith(" 2.0")
 
 
 async def test_a_query_names_a_model_that_is_served(served: Served) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from policies.config import PolicyConfig
@@ -48,6 +50,16 @@ def test_gateways_agree_and_roles_move_no_further_than_needed() -> None:
     gone = min(three)
     after = roles.prefill([r for r in members if r != gone], plan(3))
     assert three - {gone} < after
+
+
+def test_a_replica_that_stands_by_has_no_role() -> None:
+    roles, members = Roles(CONFIG), [f"r{i}" for i in range(4)]
+    (first,) = roles.prefill(members, plan(1))
+    resting = replace(plan(1), warm=frozenset({first}))
+    (other,) = roles.prefill(members, resting)
+    assert other != first, "nobody would prefill"
+    assert roles.prefill(members, plan(1)) == {first}
+    assert roles.prefill(["a", "b"], replace(plan(1), warm=frozenset({"a"}))) == frozenset(), "the other one decodes"
 
 
 def test_a_long_prompt_is_split() -> None:
