@@ -167,6 +167,11 @@ class FairQueue:
         earned = share * (ahead + sum([c.credit for c in below])) / (1 - share * len(below))
         return ahead + sum([min(c.tokens, int(c.credit + earned)) for c in below])
 
+    def has_begun(self, tenant: str, priority: Priority, task: str) -> bool:
+        """Whether the task had a call in this class."""
+        tag = self._tasks.get((priority, tenant, task)) if task else None
+        return tag is not None and tag.begun
+
     # --- classes ------------------------------------------------------------------------------------------------------
 
     def _next_class(self) -> ClassQueue | None:

@@ -368,8 +368,9 @@ class AdmissionGate:
             text = f"more important requests wait for the next {above_ms:,.0f} ms"
             return self._overload("shed", text, above_ms, cost, now_ns), None, 0
         ahead = self.queue.tokens_ahead(request.tenant, request.priority, request.task, cost)
-        weight = config.tenant(request.tenant).weight
-        ahead += round(self.promises.ahead(request.priority, due_ms / 1_000, now_ns, request.tenant, weight, cost))
+        if not self.queue.has_begun(request.tenant, request.priority, request.task):  # else it waits for no newcomer
+            weight = config.tenant(request.tenant).weight
+            ahead += round(self.promises.ahead(request.priority, due_ms / 1_000, now_ns, request.tenant, weight, cost))
         wait_ms = forecast.wait_ms(ahead, now_ns)
         predicted_ms = wait_ms + self._engine_wait_ms + idle_ms
         allowed_ms = _within(knobs.forecast_share, config.admission.forecast_share) * due_ms

@@ -8,8 +8,9 @@ A fleet that follows chance goes up and down under a steady load, and each turn 
     fell     work < highest since the number last rose  * (1 - DEVIATIONS * error)
     rose     work > lowest since the number last fell   * (1 + DEVIATIONS * error)
 
-Going on in the same direction asks for no more than before; going back is *by the load* where it fell (rose), and else
-must be worth it at a load that is ``TURN_MARGIN`` of what is counted. The fleet model says how many carry that.
+The first change, and going on in the same direction, ask for no more than what is sure. Going back is *by the load* where
+it fell (rose), and else must be worth it at a load that is ``TURN_MARGIN`` of what is counted. The fleet model says how
+many carry that.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Chance:
     def margin(self) -> float:
         """Multiple of the counted load that fewer replicas must carry."""
         surely = max(MARGIN_MIN, min(TURN_MARGIN, 1 + self.error))
-        return surely if self._direction < 0 or self.fell else TURN_MARGIN
+        return surely if self._direction <= 0 or self.fell else TURN_MARGIN
 
     @property
     def fell(self) -> bool:

@@ -57,7 +57,7 @@ def test_a_budget_is_sold_once_by_two_gateways_although_the_controller_dies_twic
 
 
 def test_beside_a_tenant_that_floods_a_small_one_loses_nothing_and_waits_for_engines_only() -> None:
-    result = result_of(listed(traffic(60, 400, 20, small=0.4, flood=150), profile=SLOW, replicas=2))
+    result = result_of(listed(traffic(180, 400, 20, small=0.4, flood=150), profile=SLOW, replicas=2))
     ended = Counter((record.tenant, record.outcome) for record in result.records)
     assert ended["flood", "refused"] > ended["flood", "succeeded"] > 1_000
     assert {outcome for tenant, outcome in ended if tenant == "small"} == {"succeeded"}

@@ -287,7 +287,7 @@ def test_a_ray_cluster_of_another_version_is_named(tmp_path: Path) -> None:
 def test_a_ray_cluster_that_ends_while_it_is_looked_at_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(["sleep", "60"]) as process:
         gone = psutil.Process(process.pid)
-    gone.info = {"name": "gcs_server"}  # type: ignore[attr-defined]  # as `process_iter` lists it
+    gone.info = {"name": "gcs_server"}  # as `process_iter` lists it
     monkeypatch.setattr(psutil, "process_iter", lambda _: iter([gone]))
     assert preflight_looks.ray_heads() == ()
 
