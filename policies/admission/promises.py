@@ -14,7 +14,8 @@ counts promises of its own and of more important classes. A tenant that floods i
 holds off itself alone: counted in full, its promises left another, which asked for a tenth of the fleet, a quarter of
 that. A promise is known at the gateway that made it, and by the
 body's hash alone.
-A call of a task that has begun waits for no promise. Replicas that start count from the time at which they should serve (``AdmissionKnobs.coming``).
+A call of a task that has begun waits for no promise.
+Replicas that start count from the time at which they should serve (``AdmissionKnobs.coming``).
 
 What this must not do: know the queue, or refuse anybody.
 """

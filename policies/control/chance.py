@@ -8,9 +8,9 @@ A fleet that follows chance goes up and down under a steady load, and each turn 
     fell     work < highest since the number last rose  * (1 - DEVIATIONS * error)
     rose     work > lowest since the number last fell   * (1 + DEVIATIONS * error)
 
-The first change, and going on in the same direction, ask for no more than what is sure. Going back is *by the load* where
-it fell (rose), and else must be worth it at a load that is ``TURN_MARGIN`` of what is counted. The fleet model says how
-many carry that.
+The first change, and going on in the same direction, ask for no more than what is sure. Going back is *by the load*
+where it fell (rose), and else must be worth it at a load that is ``TURN_MARGIN`` of what is counted. The fleet model
+says how many carry that.
 """
 
 from __future__ import annotations
