@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 APP = "controller-test"
 SETTINGS = Settings.load(
     {
+        "model": {"name": "m"},
         "control": {"tick_ms": 200, "plan_ttl_ms": 4_000},
         "scaling": {"replicas_max": 2, "up_ticks": 1, "down_window_s": 1.0},
     }
