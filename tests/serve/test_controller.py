@@ -236,7 +236,8 @@ def test_state_knows_the_reporters_and_serve_s_numbers(front: DeploymentHandle[A
     (replica,) = state["replicas"]
     assert replica["knobs"] == {"running_seqs_max": 16, "step_tokens_max": 512, "speculative_depth": None}
     assert [g["gateway_id"] for g in state["gateways"]] == ["front"]
-    fleet = {"replicas_running": 1, "replicas_target": 1, "replicas_min": 1, "replicas_max": 2, "unschedulable": 0}
+    numbers = {"replicas_running": 1, "replicas_target": 1, "replicas_min": 1, "replicas_max": 2, "unschedulable": 0}
+    fleet = {**numbers, "capped": False}
     assert {key: value for key, value in state["fleet"].items() if key != "age_ms"} == fleet
     assert 'tidegate_control_ticks_total{result="ok"}' in _ask("metrics")
 
