@@ -250,7 +250,9 @@ async def test_an_engine_that_has_work_and_makes_none_is_unhealthy(engine: Engin
 
 
 def test_the_mapping_has_no_name_any_more(running_engine: Engine) -> None:
-    assert list(Path("/dev/shm").glob("tidegate-*")) == []
+    names = [path.name for path in Path("/dev/shm").glob("tidegate-*")]
+    # one that died while it started may have left its own: names begin with the process
+    assert [name for name in names if Path("/proc", name.split("-")[1]).exists()] == []
 
 
 async def test_leaving_lets_an_open_stream_finish(engine: Engine, client: httpx.AsyncClient) -> None:
