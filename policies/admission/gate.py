@@ -367,7 +367,7 @@ class AdmissionGate:
         if above_ms > of_class.shed_share * _within(knobs.shed_factor, 1.0) * config.objectives.ttft_ms:
             text = f"more important requests wait for the next {above_ms:,.0f} ms"
             return self._overload("shed", text, above_ms, cost, now_ns), None, 0
-        ahead = self.queue.tokens_ahead(request.tenant, request.priority, request.task, cost)
+        waiting = ahead = self.queue.tokens_ahead(request.tenant, request.priority, request.task, cost)
         if not self.queue.has_begun(request.tenant, request.priority, request.task):  # else it waits for no newcomer
             weight = config.tenant(request.tenant).weight
             ahead += round(self.promises.ahead(request.priority, due_ms / 1_000, now_ns, request.tenant, weight, cost))
@@ -376,10 +376,7 @@ class AdmissionGate:
         allowed_ms = _within(knobs.forecast_share, config.admission.forecast_share) * due_ms
         if predicted_ms > max(allowed_ms, self._engine_wait_ms + idle_ms):
             text = f"the first token would take {predicted_ms:,.0f} ms, {due_ms:,.0f} ms are promised"
-            waiting_ms = forecast.wait_ms(
-                self.queue.tokens_ahead(request.tenant, request.priority, request.task, cost), now_ns
-            )
-            return self._later("overloaded", text, request, waiting_ms, cost, now_ns), None, 0
+            return self._later("overloaded", text, request, forecast.wait_ms(waiting, now_ns), cost, now_ns), None, 0
         return None, due_ns, expires_ns
 
     def _later(self, code: str, text: str, request: Request, wait_ms: float, cost: int, now_ns: int) -> Refusal:
