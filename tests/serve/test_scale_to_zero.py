@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from ray import serve
 
-from deployments import gateway
 from deployments.app import build
 from tests import loopback
-from tests.serve.gateway.conftest import MODEL, free_port, start_cluster, stop_cluster, until
+from tests.serve.gateway.conftest import MODEL, cluster_of_its_own, plan_of, until
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
 
@@ -36,15 +35,8 @@ BODY = {"model": MODEL, "prompt": "Name a river.", "max_tokens": TOKENS, "ignore
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    port = free_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gateway, "ENV", {})
-        try:
-            start_cluster(port, ENV)
-            serve.run(build(ARGS), name=APP, route_prefix="/")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            stop_cluster(ENV)
+    with cluster_of_its_own(ENV, lambda: serve.run(build(ARGS), name=APP, route_prefix="/")) as address:
+        yield address
 
 
 def replicas() -> dict[str, int]:
@@ -55,9 +47,7 @@ def replicas() -> dict[str, int]:
 
 def cold(url: str) -> dict[str, Any]:
     """What the plan says of a model that sleeps or starts; empty: it says nothing, or nobody answers."""
-    answer = loopback.get(f"{url}/control/state", timeout=20)
-    plan = answer.json().get("plan") if answer.status_code == 200 else None
-    return (plan or {}).get("cold") or {}
+    return plan_of(url).get("cold") or {}
 
 
 def test_it_sleeps_wakes_for_a_request_alone_and_cuts_nothing(url: str) -> None:

@@ -10,10 +10,9 @@ import httpx
 import pytest
 from ray import serve
 
-from deployments import gateway
 from deployments.app import build
 from tests import loopback
-from tests.serve.gateway.conftest import free_port, start_cluster, stop_cluster, until
+from tests.serve.gateway.conftest import cluster_of_its_own, until
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
 
@@ -41,16 +40,12 @@ GIVEN_UP = {"Gateway": "HEALTHY", "Engine": "HEALTHY", "Engine-org-broken": "DEP
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    port = free_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gateway, "ENV", {})
-        try:
-            start_cluster(port, ENV)
-            target = serve.RunTarget(build(ARGS), name=APP, route_prefix="/")
-            serve.run_many([target], wait_for_applications_running=False)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            stop_cluster(ENV)
+    def deploy() -> None:
+        target = serve.RunTarget(build(ARGS), name=APP, route_prefix="/")
+        serve.run_many([target], wait_for_applications_running=False)
+
+    with cluster_of_its_own(ENV, deploy) as address:
+        yield address
 
 
 def ask(url: str, model: str) -> httpx.Response:
@@ -105,9 +100,7 @@ def test_one_that_cannot_start_leaves_the_other_alone(url: str) -> None:
     client.start()
     found = until(lambda: stuck(url, BROKEN_NAME), "a condition that says so", 120)
     assert "ScriptedStartError" in found["text"]
-    until(
-        lambda: states() == {"Gateway": "HEALTHY", "Engine": "HEALTHY", "Engine-org-broken": "DEPLOY_FAILED"}, "states"
-    )
+    until(lambda: states() == GIVEN_UP, "states")
     refused = ask(url, BROKEN_NAME)
     assert refused.status_code == 503
     assert int(refused.headers["retry-after"]) >= 1

@@ -9,10 +9,9 @@ import pytest
 from ray import serve
 from ray.exceptions import RayError
 
-from deployments import gateway
 from deployments.app import build
 from tests import loopback
-from tests.serve.gateway.conftest import MODEL, free_port, start_cluster, stop_cluster, until
+from tests.serve.gateway.conftest import MODEL, cluster_of_its_own, plan_of, until
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
 
@@ -35,22 +34,13 @@ ASKED = 6
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    port = free_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gateway, "ENV", {})
-        try:
-            start_cluster(port, ENV)
-            serve.run(build(ARGS), name=APP, route_prefix="/")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            stop_cluster(ENV)
+    with cluster_of_its_own(ENV, lambda: serve.run(build(ARGS), name=APP, route_prefix="/")) as address:
+        yield address
 
 
 def warm(url: str) -> list[str]:
     """Replicas that the plan calls warm."""
-    answer = loopback.get(f"{url}/control/state", timeout=20)
-    plan = answer.json().get("plan") if answer.status_code == 200 else None
-    return list((plan or {}).get("warm") or ())
+    return list(plan_of(url).get("warm") or ())
 
 
 def asleep() -> list[str]:

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ray.exceptions import RayError
 from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.handle import DeploymentHandle
 
+from deployments import gateway
 from deployments.app import build
 from deployments.gate import GATE_HEADER
 from deployments.haproxy import BINARY, stand_before
@@ -181,6 +183,27 @@ def stop_cluster(env: dict[str, str]) -> None:
         shutil.rmtree(Path(script).parent)
     for name in (*env, *PORTS, BINARY, "RAY_worker_niceness"):
         os.environ.pop(name, None)
+
+
+@contextmanager
+def cluster_of_its_own(env: dict[str, str], deploy: Callable[[], object]) -> Iterator[str]:
+    """A cluster for one test, its gateways without ``gateway.ENV``; ``deploy`` runs in it. The URL of its front."""
+    port = free_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gateway, "ENV", {})
+        try:
+            start_cluster(port, env)
+            deploy()
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            stop_cluster(env)
+
+
+def plan_of(url: str) -> dict[str, Any]:
+    """The controller's plan; empty: it has none, or nobody answers."""
+    answer = loopback.get(f"{url}/control/state", timeout=20)
+    plan = answer.json().get("plan") if answer.status_code == 200 else None
+    return plan or {}
 
 
 @pytest.fixture(scope="package")
